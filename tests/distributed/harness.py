@@ -19,7 +19,6 @@ from typing import Any
 
 import one_loop
 import pytest
-import quick_sharding
 
 from layoutc.conformance import ranks
 
@@ -39,8 +38,6 @@ STARTED: list[Ranks] = []
 if "LOCAL_RANK" in os.environ:  # in a rank, at its first check
     sys.dont_write_bytecode = False  # as tests/conftest.py has it: of modules that ranks alone import
     one_loop.share()
-    if os.environ.get("LAYOUTC_PLAIN_SHARDING") != "1":
-        quick_sharding.quicken()
 
 
 class Ranks(ranks.Ranks):
@@ -49,6 +46,12 @@ class Ranks(ranks.Ranks):
     def __init__(self, world: int) -> None:
         super().__init__(world, PRELOADED)
         STARTED.append(self)
+
+    def told(self, check: Callable[..., Any], *arguments: Any) -> Any:
+        """What a check returns, the same on all ranks."""
+        first, *others = self.run(check, *arguments)
+        assert all(one == first for one in others), (first, *others)
+        return first
 
 
 def preload(*modules: str) -> None:

@@ -37,7 +37,7 @@ def options_for(meshed: str | None) -> tuple[dict[str, Any], int]:
 
 
 def agrees(recipe: str, meshed: str | None) -> None:
-    """Before training and after two steps, sharded and gathered, quantized and cast, with two collectives a time."""
+    """Before training and after a step, sharded and gathered, quantized and cast, with two collectives a time."""
     options, ranks = options_for(meshed)
     width = width_for(recipe, ranks)
     quantized = shard(build(recipe, width, width + 32 if recipe == "mxfp8" and ranks == 4 else None), **options)
@@ -50,11 +50,11 @@ def agrees(recipe: str, meshed: str | None) -> None:
         (cast, torch.optim.AdamW(cast.parameters(), lr=1e-2, fused=True)),
     )
     for model, optimizer in trained:
-        for step in range(3):
+        for step in range(2):
             with counted("all_gather_object", lambda *_: 1) as gathered:
                 assert layoutc.check_ranks(model) == 5
             assert len(gathered) == 1
-            if step < 2:
+            if step == 0:
                 train_step(model, optimizer, step, width, my_share())
         with torch.no_grad():
             model(torch.zeros(2, width))
@@ -64,9 +64,8 @@ def agrees(recipe: str, meshed: str | None) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_trained_models_agree(two: Ranks, four: Ranks, recipe: str) -> None:
-    """Over two ranks, and over four or in two copies over two: mxfp8, whose blocks are then cut, over four."""
-    two.run(agrees, recipe, None)
+def test_trained_models_agree(four: Ranks, recipe: str) -> None:
+    """Over four ranks, or in two copies over two: mxfp8, whose blocks are then cut, over four."""
     four.run(agrees, recipe, None if recipe in ("fp8_delayed", "mxfp8") else "hybrid")
 
 
@@ -219,8 +218,7 @@ def on_cards(names: list[str]) -> str:
 def test_ranks_that_share_a_card_are_named_before_nccl(two: Ranks) -> None:
     """By check_ranks and by the first gather, on both ranks, with the line to write."""
     assert two.run(on_cards, ["one", "other"]) == ["", ""]
-    first, second = two.run(on_cards, ["one", "one"])
-    assert first == second
+    first = two.told(on_cards, ["one", "one"])
     assert "ranks 0, 1 have card 0 of host" in first
     assert 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))' in first
 

@@ -123,8 +123,7 @@ def test_accelerates_loading_from_one_rank_keeps_bytes(two: Ranks, recipe: str) 
 def test_a_state_dict_that_is_broadcast_by_hand_keeps_bytes(recipe: str, names: str) -> None:
     """What a recipe's quantize() returns has no name; a wrapper of a model changes all of them. Each tensor of rank 0
     is broadcast and cut, and the parts are assigned to a model on the meta device. PyTorch tests this with threads
-    for ranks (test_rank0_broadcast_meta_device_init), whose group calls no operators.
-    """
+    for ranks (test_rank0_broadcast_meta_device_init), whose group calls no operators."""
     given, rank = shapes(recipe, dist.get_world_size()), dist.get_rank()
     mesh, expected = mesh_of(dist.get_world_size()), whole(recipe, given, 0)
     with torch.device("meta"):

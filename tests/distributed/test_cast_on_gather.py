@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
@@ -149,8 +149,6 @@ def trains(
         mesh = mesh_of(*shape, names=("copies", "slices"))
         options["mesh"] = mesh["slices"] if meshed == "one" else mesh
         ranks = shape[1]
-    if feature == "offload":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if feature == "columns":
         options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 2 else None
     dtype = {"policy": torch.bfloat16, "double": torch.float64}.get(feature or "", torch.float32)
@@ -255,20 +253,15 @@ def test_a_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, mesh
     ("recipe", "sizes", "precomputed"),
     [("fp8_delayed", (17, 8), False), ("fp8_current", (1, 3), False), ("fp8_current", (3, 17), True)],
 )
-def test_uneven_rows_train_as_one_process(
-    two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool
-) -> None:
+def test_uneven_rows_train_as_one_process(four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool) -> None:
     """Short shards, and ranks without rows."""
-    for ranks in (two, four):
-        ranks.run(trains, recipe, "adamw", False, None, sizes, precomputed)  # fused: rounds short rows differently
+    four.run(trains, recipe, "adamw", False, None, sizes, precomputed)  # fused: rounds short rows differently
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "feature"), [("mxfp8", "offload"), ("fp8_delayed", "policy"), ("nvfp4", "checkpoint")]
-)
+@pytest.mark.parametrize(("recipe", "feature"), [("fp8_delayed", "policy"), ("nvfp4", "checkpoint")])
 def test_features_of_fsdp2_change_nothing(two: Ranks, recipe: str, feature: str) -> None:
-    """CPU offload, gathers for bf16 products, recomputed activations."""
+    """Gathers for bf16 products, recomputed activations."""
     two.run(trains, recipe, "fused", False, None, None, False, feature)
 
 
@@ -351,19 +344,17 @@ def loads_in_between(recipe: str, sizes: tuple[int, int], precomputed: bool) -> 
     ("recipe", "sizes", "precomputed"), [("fp8_delayed", (17, 8), False), ("fp8_current", (3, 17), True)]
 )
 def test_ranks_agree_on_uneven_rows_that_are_loaded_while_training(
-    two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool
+    four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool
 ) -> None:
     """State dicts of the model itself, copied and assigned."""
-    for ranks in (two, four):
-        ranks.run(loads_in_between, recipe, sizes, precomputed)
+    four.run(loads_in_between, recipe, sizes, precomputed)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4_4over6"])
-def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str) -> None:
+def test_shards_that_cut_blocks_train_as_one_process(four: Ranks, recipe: str) -> None:
     """Each gather tells the ranks on both sides of a cut what decides a block's scale."""
     unit = recipe_module(recipe).LAYOUT.block_rows
-    two.run(trains, recipe, "fused", False, None, (3 * unit, unit))
     four.run(trains, recipe, "fused", False, None, (3 * unit, unit))
 
 
@@ -393,18 +384,16 @@ def refuses(recipe: str) -> str:
 
 def test_what_does_not_shard_is_refused_on_every_rank(two: Ranks) -> None:
     """Cuts between columns inside a block, in the first forward."""
-    messages = two.run(refuses, "mxfp8")
-    assert len(set(messages)) == 1
-    assert "layers.0.weight" in messages[0]
-    assert "must fall at a multiple of 32" in messages[0]
+    message = two.told(refuses, "mxfp8")
+    assert "layers.0.weight" in message
+    assert "must fall at a multiple of 32" in message
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 @on("two")
 def test_ranks_agree_on_an_amax_that_one_of_them_has_changed(recipe: str) -> None:
     """One rank's write moves the scale, and a history, of all. Without precomputed amaxes nothing is remembered, so
-    that ranks agree whoever has written below the DTensor.
-    """
+    that ranks agree whoever has written below the DTensor."""
     width = width_for(recipe, dist.get_world_size())
     model = shard(build_cast(recipe, width))
     x, _ = batch(0, width)
@@ -423,8 +412,7 @@ def test_ranks_agree_on_an_amax_that_one_of_them_has_changed(recipe: str) -> Non
 @on("two")
 def test_a_dispatch_mode_changes_nothing(recipe: str) -> None:
     """Shards go on sharing their amaxes under modes that watch operators, though modes also serve to trace. Steps under
-    a dispatch mode of the user's, against steps without.
-    """
+    a dispatch mode of the user's, against steps without."""
     curves = []
     for watched in (False, True):
         model = shard(build_cast(recipe, width := width_for(recipe, dist.get_world_size())))

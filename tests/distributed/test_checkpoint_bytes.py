@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks, mesh_of, on
+from harness import mesh_of, on
 from models import adam, local, recipe_module
 from resharding import Sizes, awkward, build, load, save, shard, step
 from weight_recipes import CUT_APART
@@ -48,9 +48,13 @@ def test_a_file_is_as_large_as_its_planes(recipe: str, tmp_path: Path) -> None:
         assert per_element == pytest.approx(layout.bytes_per_element + rest, rel=1e-9)
 
 
-def writes_the_same_bytes(recipes: tuple[str, ...], folder: str) -> None:
-    """Two saves of a trained model, and one of the model that has loaded it: the same bytes from every rank, and of
-    weights the bytes of their own rows."""
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipes", [EVERY[at::4] for at in range(4)], ids="-".join)
+@on("two")
+def test_every_rank_writes_the_same_bytes_each_time(recipes: tuple[str, ...], tmp_path: Path) -> None:
+    """Also where cuts go through blocks, and rows of the planes are other ranks'. Two saves of a trained model, and one
+    of the model that has loaded it: the same bytes from every rank, and of weights the bytes of their own rows."""
+    folder = str(tmp_path)
     sizes = {recipe: awkward(recipe) for recipe in recipes}
     mesh, group = mesh_of(dist.get_world_size()), dist.group.WORLD
     model = shard(build(sizes), mesh)
@@ -69,19 +73,11 @@ def writes_the_same_bytes(recipes: tuple[str, ...], folder: str) -> None:
         assert files(Path(folder) / name) == first, name
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipes", [EVERY[at::4] for at in range(4)], ids="-".join)
-def test_every_rank_writes_the_same_bytes_each_time(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
-    """Also where cuts go through blocks, and rows of the planes are other ranks'."""
-    four.run(writes_the_same_bytes, tuple(recipes), str(tmp_path))
-
-
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "int4_group32"])
 @on("two")
 def test_shards_that_cut_blocks_write_their_own_rows(recipe: str, tmp_path: Path) -> None:
     """A shard's file has nothing of the rows of blocks that other ranks hold. Shards that cut blocks: codes of own rows
-    alone, and the scales that they need.
-    """
+    alone, and the scales that they need."""
     folder = str(tmp_path / "checkpoint")
     rank, layout = dist.get_rank(), recipe_module(recipe).LAYOUT
     model = shard(build({recipe: Sizes(3 * layout.block_rows, 8192, 1, layout.block_rows)}), mesh_of(2))

@@ -112,7 +112,7 @@ INSIDE = partial(Block, inside=True)
 # fp8_delayed, whose state moves on, in every mode, and recipes with codes of their own for each orientation in others.
 # INSIDE: backward holds other codes in the memory where forward's stood, and the graph reads forward's again. A whole
 # model is taken apart at FSDP2's hooks. What is gathered of casts is the quantized weight, whatever the parameter is.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "make", "modes", "compile_first", "cast"),
     [
@@ -248,8 +248,7 @@ def laid_out(lines: list[str]) -> list[str]:
 @on("two", seconds=COLD)
 def test_products_read_gathered_codes_where_they_lie() -> None:
     """Inductor's graphs: nothing else that they compute is written into the codes, and they compute what graphs do that
-    copy them. The other rank's would be the same, so it compiles none.
-    """
+    copy them. The other rank's would be the same, so it compiles none."""
     from torch._inductor.utils import run_and_get_code
 
     found: dict[bool, list[list[Tensor]]] = {False: [], True: []}

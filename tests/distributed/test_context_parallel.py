@@ -253,12 +253,3 @@ def test_queries_see_the_keys_of_all_ranks(two: Ranks, how: str) -> None:
 )
 def test_a_sequence_on_two_ranks(two: Ranks, recipe: str, use: str, how: str) -> None:
     two.run(trains_as_plain, recipe, use, how)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "use", "how"), [("fp8_block", "quantized", "gathered"), ("mxfp8", "cast", "ring, allgather")]
-)
-def test_two_sequences_on_two_ranks_each(four: Ranks, recipe: str, use: str, how: str) -> None:
-    """FSDP2 over all four."""
-    four.run(trains_as_plain, recipe, use, how)

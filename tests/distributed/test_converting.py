@@ -42,8 +42,7 @@ def built(recipe: str, use: str, width: int) -> Any:
 @on("two")
 def test_shards_stay_what_they_are(recipe: str, use: str, how: str) -> None:
     """Both uses, by the module and by its parts; nothing is dequantized. Against the same model converted before it is
-    sharded, and against one process.
-    """
+    sharded, and against one process."""
     width, convert = width_for(recipe, dist.get_world_size()), CONVERSIONS[how]
     alone, early, late = (built(recipe, use, width) for _ in range(3))
     shard(late)

@@ -127,8 +127,7 @@ class Calls(TorchDispatchMode):
 @on("four")
 def test_ranks_without_rows_take_part(recipe: str) -> None:
     """Three experts on four ranks: short ranks are filled up on the way. Whatever was sent has been waited for, also
-    planes that all ranks have alike, which are not kept: else torch holds them, and warns when the process ends.
-    """
+    planes that all ranks have alike, which are not kept: else torch holds them, and warns when the process ends."""
     mesh = mesh_of(dist.get_world_size())
     whole = weight(recipe, 3, 128, 256)
     before = _get_work_registry_size()
@@ -470,8 +469,7 @@ def test_simple_fsdp_trains_as_one_process(two: Ranks, four: Ranks, recipe: str)
 @on("two")
 def test_simple_fsdp_refuses_weights_that_are_cast_on_gather(recipe: str) -> None:
     """Plain values would travel, and layers would multiply them. Before anything is sent; values are gathered for those
-    who ask for values.
-    """
+    who ask for values."""
     mesh, width = mesh_of(dist.get_world_size()), width_for(recipe, dist.get_world_size())
     model = nn.Linear(width, width, bias=False)
     values = model.weight.detach().clone()

@@ -9,18 +9,14 @@ from math import lcm
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 import unshipped
 from harness import on
-from models import assert_same_tensors, recipe_module
+from models import recipe_module
 from resharding import awkward
 from test_cast_on_gather import trains as trains_cast
 from test_checkpoints import resumes
-from test_cut_weights import among, at_all_cuts, shapes, values
+from test_cut_weights import at_all_cuts
 from test_training import trains_as_one_process
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 from weight_recipes import ALL_PAIRS
 
 import layoutc
@@ -47,27 +43,6 @@ def test_weights_are_gathered_at_every_cut(recipe: str) -> None:
     """Stored as codes, on two ranks and on three: gathered, in state dicts, distributed."""
     known(recipe)
     at_all_cuts(recipe, (2, 3))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", KINDS)
-@on("four")
-def test_weights_that_are_cast_are_gathered_at_every_cut(recipe: str) -> None:
-    """Stored as plain values, on two and three ranks: what is gathered is the whole weight, quantized."""
-    known(recipe)
-    for world in (2, 3):
-        if (mesh := among(world)) is not None:
-            given = [shape for shape in shapes(recipe, world) if len(shape) == 2]
-            for number, (m, k) in enumerate(given):
-                module = nn.Linear(k, m, bias=False, dtype=torch.bfloat16)
-                module.weight = nn.Parameter(values((m, k), number))
-                layoutc.cast_on_gather_(module, recipe)
-                fully_shard(module, mesh=mesh, reshard_after_forward=False)
-                module(torch.zeros(1, k, dtype=torch.bfloat16))
-                whole = recipe_module(recipe).quantize(values((m, k), number))
-                assert type(module.weight) is type(whole)
-                assert_same_tensors(whole.buffers(), module.weight.buffers())
-        dist.barrier()
 
 
 @pytest.mark.sample(1)

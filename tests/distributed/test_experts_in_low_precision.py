@@ -145,8 +145,7 @@ def test_experts_over_ranks_and_their_rows_over_others_train_as_one_process(
 ) -> None:
     """Recipes with a scale of the tensor in high precision: each rank's activations have one of their own. Experts over
     one dim of a mesh, and a dim of their weights by FSDP2 over the other: each rank multiplies the tokens of its
-    experts.
-    """
+    experts."""
     mesh, use = mesh_of(2, 2, names=("fsdp", "experts")), "quantize_"
     reference, model = build(recipe, use), build(recipe, use, mesh["experts"])
     torch._dynamo.reset()

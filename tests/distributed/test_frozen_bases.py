@@ -201,5 +201,4 @@ def test_adapters_on_four_bits_train_as_in_one_process_and_ranks_hold_what_is_pl
     folder = tmp_path / "files"
     if recipe in BINDINGS:
         export_safetensors(base_of(recipe), folder, files=BINDINGS[recipe])
-    first, second = two.run(trains_as_one_process, recipe, str(folder))
-    assert first == second
+    two.told(trains_as_one_process, recipe, str(folder))

@@ -261,7 +261,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "case"), PAIRS)
 def test_it_is_as_with_plain_weights(two: Ranks, recipe: str, case: str) -> None:
     """What is left out by default runs with LAYOUTC_ALL_PAIRS=1."""

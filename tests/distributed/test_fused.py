@@ -116,8 +116,7 @@ def test_quantized_weights_of_a_group_have_one_amax_after_every_step(two: Ranks,
 @on("two")
 def test_weights_that_are_cast_on_gather_have_one_amax(recipe: str, each: bool) -> None:
     """each: FSDP2 gathers them apart, and amaxes are found ahead. What a forward pass multiplies with is each weight
-    under the amax of its group, before and after a step.
-    """
+    under the amax of its group, before and after a step."""
     model, seen = model_of(recipe, layoutc.cast_on_gather_, each), dict[str, Tensor]()
     for name, module in model.named_modules():
         if name.endswith("_proj"):

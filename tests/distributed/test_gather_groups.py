@@ -126,9 +126,13 @@ def members_of(model: Any) -> list[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
-def launches_once(recipe: str, dtype: torch.dtype, precomputed: bool, keeps: bool) -> None:
-    """Two gathers, with an optimizer's writes in between."""
-    model = in_one_group(recipe, dtype, 3, reshard_after_forward=not keeps)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", BATCHED)
+@pytest.mark.parametrize(("precomputed", "keeps"), [(False, True), (True, False)])
+@on("two")
+def test_a_group_is_quantized_in_one_launch(recipe: str, precomputed: bool, keeps: bool) -> None:
+    """And its amaxes are reduced in one collective, or were before. An optimizer writes between two gathers."""
+    model = in_one_group(recipe, torch.bfloat16, 3, reshard_after_forward=not keeps)
     shares = recipe_module(recipe).LAYOUT.shares_amax
     with kernels_on_cpu() as launched:
         for gather in range(2):
@@ -151,14 +155,6 @@ def launches_once(recipe: str, dtype: torch.dtype, precomputed: bool, keeps: boo
             with torch.no_grad():
                 for layer in model:
                     layer.weight.mul_(1.5)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", BATCHED)
-@pytest.mark.parametrize(("precomputed", "keeps"), [(False, True), (True, False)])
-def test_a_group_is_quantized_in_one_launch(two: Ranks, recipe: str, precomputed: bool, keeps: bool) -> None:
-    """And its amaxes are reduced in one collective, or were before."""
-    two.run(launches_once, recipe, torch.bfloat16, precomputed, keeps)
 
 
 def trains_in_one_group(
@@ -366,8 +362,7 @@ class Mixed(nn.Module):
 @on("two")
 def test_weights_of_several_recipes_in_one_group(with_kernels: bool) -> None:
     """One launch for each recipe and dtype; quantized and plain weights among them, and a tied one. Two recipes, a
-    quantized weight, plain ones and biases; then one is frozen, and the first one leaves.
-    """
+    quantized weight, plain ones and biases; then one is frozen, and the first one leaves."""
     model: Any = Mixed()
     plain = {name: param.detach().clone() for name, param in model.named_parameters()}
     for layer, recipe in model.cast().items():
@@ -504,8 +499,7 @@ def test_a_history_of_gathers_is_not_captured() -> None:
 @on("two")
 def test_single_values_stay_where_they_are() -> None:
     """A table is made for each place. Where they lie, as gathers of two groups take turns; and what they are after
-    writes, also in inference mode.
-    """
+    writes, also in inference mode."""
     recipe = "fp8_current"
     models = [in_one_group(recipe, count=2) for _ in range(2)]
     places: list[list[int]] = []
@@ -522,20 +516,6 @@ def test_single_values_stay_where_they_are() -> None:
             assert_gathers(model, recipe)
     assert len({*places[2], *places[3]}) == 2 * len(places[2]) > 0
     assert places[-4:-2] == places[-2:]  # once the group gathers in few steps
-
-
-@on("two")
-def test_gathered_weights_follow_the_choice_of_products() -> None:
-    """Set, and taken back, when gathers are like those before them."""
-    recipe = "fp8_current"
-    model = in_one_group(recipe, count=2)
-    with kernels_on_cpu():
-        for mode in (None, None, None, "reference", "reference", "dequantize", None):
-            if mode != product_modes.named(local(model[0]).own_products):
-                product_modes.set_products_(model, mode)
-            model.unshard()
-            assert [product_modes.named(layer.weight.own_products) for layer in model] == [mode] * 2
-            model.reshard()
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])

@@ -295,7 +295,7 @@ def test_all_that_fsdp2_reduces_travels_as_codes(name: str) -> None:
 
 def replicas() -> None:
     """Shards of two ranks, and two copies of them, which FSDP2 sums."""
-    is_that_of_fsdp2("quantized", two_steps, mesh=mesh_of(2, 2, names=("copies", "slices")))
+    is_that_of_fsdp2("plain", two_steps, mesh=mesh_of(2, 2, names=("copies", "slices")))
 
 
 def test_replicas_are_summed_by_fsdp2(four: Ranks) -> None:
@@ -347,8 +347,7 @@ def test_infinity_and_nan_arrive() -> None:
 @on("two")
 def test_what_codes_miss_is_sent_later() -> None:
     """What was sent of all steps is all gradients but for what the last step has missed; without, small ones are lost.
-    fp8_block_1d rounds to nearest, as any recipe of one's own may.
-    """
+    fp8_block_1d rounds to nearest, as any recipe of one's own may."""
     rank = dist.get_rank()
     steps = 8
     grads = [torch.full((2, 256), 2.0**-21 * (1 + rank)) for _ in range(steps)]

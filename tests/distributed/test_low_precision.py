@@ -187,19 +187,3 @@ def test_activations_that_are_being_gathered_are_waited_for(recipe: str) -> None
     assert type(out) is Tensor
     assert torch.equal(out, expected)
     assert torch.equal(layer.weight.grad, of_w)
-
-
-@pytest.mark.parametrize("recipe", ["fp8_block"])
-@on("two")
-def test_losses_fall(recipe: str) -> None:
-    """A step of MasterWeights in low precision moves what one process moves."""
-    width = width_for(recipe, dist.get_world_size())
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, width, bias=False))
-    layoutc.quantize_(model, recipe)
-    fully_shard(model)
-    optimizer = adam(model)
-    with product_modes.products("reference"):
-        before = train_step(model, optimizer, 0, width)
-        after = [train_step(model, optimizer, 0, width) for _ in range(5)][-1]
-    assert after < before

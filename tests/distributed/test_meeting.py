@@ -56,7 +56,6 @@ def test_a_rank_that_precomputes_alone_is_told() -> None:
 @pytest.mark.thorough
 @on("two")
 def test_a_rank_that_calls_alone_is_told(tmp_path: Path) -> None:
-    folder = tmp_path
     model = nn.Sequential(nn.Linear(256, 256, bias=False))
     layoutc.quantize_(model, "fp8_block")
     fully_shard(model)
@@ -67,7 +66,7 @@ def test_a_rank_that_calls_alone_is_told(tmp_path: Path) -> None:
             if dist.get_rank() == 0:
                 said = rf"^{name} waits for rank 1: it is collective, so all 2 ranks of its group call it"
                 with pytest.warns(UserWarning, match=said), pytest.raises(LayoutError, match=said):
-                    call(model, folder)
+                    call(model, tmp_path)
             dist.barrier()
             patch.undo()
-            call(model, folder)
+            call(model, tmp_path)

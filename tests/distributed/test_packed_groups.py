@@ -310,7 +310,7 @@ def test_planes_that_are_smaller_in_one_pass(two: Ranks, recipe: str, cast: bool
     two.run(codes_are_the_same, recipe, cast, True, 256, {}, partial(Narrow, 256))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "rows", "kernels", "options"),
     [

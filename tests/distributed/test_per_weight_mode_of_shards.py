@@ -198,8 +198,7 @@ def first_gather_differs(use: str, own: bool) -> str:
 @pytest.mark.parametrize(("use", "own"), [("quantize_", False), ("cast_on_gather_", True)])
 def test_the_first_gather_names_ranks_in_other_modes(two: Ranks, use: str, own: bool) -> None:
     """On both ranks, before anything is gathered, with the line to write."""
-    first, second = two.run(first_gather_differs, use, own)
-    assert first == second
+    first = two.told(first_gather_differs, use, own)
     assert 'layoutc.dequantize("layer") on rank 0; layoutc.products("low_precision") on rank 1' in first
     assert 'with layoutc.products("dequantize"), layoutc.dequantize("layer"): ...' in first
     assert "layoutc.check_ranks(model)" in first
@@ -267,8 +266,7 @@ class Parts(nn.Module):
 @on("four")
 def test_parts_of_weights_have_exact_gradients_in_low_precision(recipe: str, compiled: bool) -> None:
     """Weights over two dims of a mesh whose parts multiply as local tensors have all three products in low precision.
-    No product rounds, so the gradients are whole numbers, wherever sums are cut.
-    """
+    No product rounds, so the gradients are whole numbers, wherever sums are cut."""
     mesh, tokens, width = mesh_of(2, 2, names=("fsdp", "tp")), 128, 512
     part, rank = width // 2, mesh["tp"].get_local_rank()
     mine = slice(rank * part, (rank + 1) * part)

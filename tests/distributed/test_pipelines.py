@@ -147,7 +147,7 @@ def test_sharded_stages_train_as_one_process(four: Ranks, recipe: str, use: str,
     four.run(trains, recipe, use, schedule, 2)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.xfail(strict=True, reason="torch's zero bubble under FSDP2; see docs/pages/works-with.md")
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
 def test_sharded_stages_of_plain_weights(four: Ranks, schedule: str) -> None:

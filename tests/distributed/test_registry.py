@@ -129,8 +129,7 @@ def all_said(rows: int) -> dict[str, str]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [64, 96], ids=["even shards", "cuts inside blocks"])
 def test_a_renamed_registry_is_refused_on_all_ranks_before_a_collective(two: Ranks, rows: int) -> None:
-    first, second = two.run(all_said, rows)
-    assert first == second
+    first = two.told(all_said, rows)
     for hidden, missing in RENAMED:
         assert missing in first[hidden], (hidden, first[hidden])
         assert first[hidden].startswith(f"torch {torch.__version__} keeps FSDP2's shards differently")

@@ -68,8 +68,7 @@ def trained(model: nn.Module, use: str, share: float) -> list[float]:
 @on("two")
 def test_replicas_keep_their_bytes_and_train_as_one_process(recipe: str, use: str, differ: bool) -> None:
     """Also where the other rank was built with other weights. Construction keeps the first rank's bytes, on all ranks;
-    a curve equals that of one process.
-    """
+    a curve equals that of one process."""
     alone, model = built(recipe, use), built(recipe, use)
     expected = state_of(model)
     if differ and dist.get_rank() > 0:
@@ -134,8 +133,7 @@ def test_replicas_of_other_recipes_are_refused_on_every_rank(two: Ranks) -> None
 @on("two")
 def test_masters_stay_where_all_ranks_hold_the_same_bytes(recipe: str) -> None:
     """Bytes that are written over themselves are no reason to start from codes. An optimizer that was made before the
-    replicas.
-    """
+    replicas."""
     model = build(recipe, WIDTH)
     optimizer = adam(model)
     before = [master.clone() for master in optimizer.masters().values()]

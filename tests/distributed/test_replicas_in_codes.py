@@ -200,13 +200,13 @@ def all_reduced_later(model: Any) -> Any:
 
 # FSDP2's loops; dtypes of sums, of which 16 bits take parts; columns; CPU offload.
 WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
-    "clipped": ("quantized", LOOPS["clipped"], {}),
     "sums in fp16": ("plain", two_steps, {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}),
     "all-reduced later": ("cast", all_reduced_later, {}),
     **{name: ("plain", LOOPS[name], {}) for name in ("gradients_later", "summed", "left_out", "hooked")},
     "by columns": ("cast", two_steps, {"shard_placement_fn": by_columns}),
     "sums in fp32": ("plain", two_steps, {"mp_policy": MixedPrecisionPolicy()}),
     "offloaded": ("plain", two_steps, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "clipped": ("quantized", LOOPS["clipped"], {}),
     "kept after forward": ("quantized", LOOPS["kept_after_forward"], {}),
 }
 

@@ -186,7 +186,7 @@ def own_bytes(model: nn.Module) -> list[bytes]:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "world", "inner", "form"),
     [
@@ -463,7 +463,7 @@ def test_an_export_that_fails_raises_on_all_ranks_and_leaves_nothing(
     assert told[0][2] == left
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("files", "recipe"), [("mxfp8", "nvfp4"), ("nvfp4", "fp8_block"), ("fp8_block", "mxfp8")])
 @on("four")
 def test_another_layout_is_converted_when_asked_for(files: str, recipe: str, tmp_path: Path) -> None:

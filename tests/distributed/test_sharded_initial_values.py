@@ -179,8 +179,7 @@ def test_values_written_into_shards_are_kept(
 @on("two")
 def test_masters_follow_what_is_written(recipe: str, shape: tuple[int, ...]) -> None:
     """Plain values exactly; quantized ones as what they dequantize to. Plain values after the optimizer is made, and
-    quantized bytes, which have none.
-    """
+    quantized bytes, which have none."""
     model = quantized(torch.ones(shape), recipe)
     fully_shard(model)
     param: Any = model.weight
@@ -203,8 +202,7 @@ def test_masters_follow_what_is_written(recipe: str, shape: tuple[int, ...]) -> 
 @on("two")
 def test_a_weight_that_is_frozen_at_first_starts_from_its_values(recipe: str) -> None:
     """Though the optimizer had not been given it, and FSDP2 has gathered it. A weight that trains from the third step
-    on, beside one that trains from the first.
-    """
+    on, beside one that trains from the first."""
     model = nn.Sequential(*(quantized(plain((64, 64)) + layer, recipe) for layer in range(2)))
     model[0].requires_grad_(False)
     fully_shard(model)
@@ -270,8 +268,7 @@ def small_adam(model: nn.Module) -> layoutc.MasterWeights:
 @on("four")
 def test_small_learning_rates_train_as_one_process(recipe: str, sizes: tuple[int, int]) -> None:
     """Short shards are copied in the first forward, which must not look like a write. Losses, masters and the first
-    step: made before the first forward, in which FSDP2 copies short shards again.
-    """
+    step: made before the first forward, in which FSDP2 copies short shards again."""
     reference, sharded = small_model(recipe, *sizes), shard(small_model(recipe, *sizes))
     ours, theirs = small_adam(sharded), small_adam(reference)
     for step in range(3):

@@ -141,8 +141,7 @@ def test_copies_step_their_own_masters() -> None:
 @on("two")
 def test_an_outer_optimizer_steps_masters_of_shards(recipe: str) -> None:
     """An outer optimizer's step on masters: weights have the bytes that one process writes, also where a cut splits
-    blocks, and go on from there.
-    """
+    blocks, and go on from there."""
     planes = []
     for world in (1, 2):
         model = model_of(recipe)

@@ -17,8 +17,7 @@ import layoutc
 @on("two")
 def test_gradients_are_converted_together() -> None:
     """Masters have a mesh that is equal to that of their parameters, and another object. DTensor's rules, while they
-    are cached, give masters the mesh of whichever model asked first.
-    """
+    are cached, give masters the mesh of whichever model asked first."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(3)))
     layoutc.quantize_(model, "mxfp8")
     fully_shard(model)

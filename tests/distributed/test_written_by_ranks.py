@@ -58,8 +58,7 @@ def gathered(tensor: Tensor) -> list[Tensor]:
 @on("two")
 def test_models_are_averaged_alike_on_all_ranks(recipe: str, use: str, how: str) -> None:
     """As local SGD and its like do; a result that is thrown away would leave each rank its own model. The sum of the
-    values of all ranks, quantized; the same on all of them.
-    """
+    values of all ranks, quantized; the same on all of them."""
     model = model_of(recipe, use, seed=dist.get_rank())
     every = [gathered(values_of(param)) for param in model.parameters()]
     if how == "average_parameters":
@@ -85,8 +84,7 @@ def test_models_are_averaged_alike_on_all_ranks(recipe: str, use: str, how: str)
 @on("two")
 def test_an_amax_that_was_agreed_is_forgotten(recipe: str) -> None:
     """A scale of the old values would clip or starve the new ones. After values were cast and gathered, other values of
-    the same shards, whose amax is another.
-    """
+    the same shards, whose amax is another."""
     model: Any = model_of(recipe, "cast")
     for layer in (model[0], model[2]):
         fully_shard(layer)

@@ -458,8 +458,7 @@ def test_merged_adapters_are_written_into_gguf_files(tmp_path: Path) -> None:
 @on("two")
 def test_a_base_in_shards_comes_back_too(recipe: str) -> None:
     """Of cuts inside blocks as well, with rows of other ranks. PEFT's LoRA, and `merge_`: merged as in one process; and
-    each rank's own bytes.
-    """
+    each rank's own bytes."""
     update_warnings._warned.add("merge")
     alone, model = (adapted(model_of(recipe, rows=96), lora()) for _ in range(2))
     fully_shard(model)
