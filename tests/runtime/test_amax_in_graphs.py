@@ -118,9 +118,17 @@ def test_kernels_read_an_amax_of_another_dtype(name: str) -> None:
         assert all(same_bits(made[one], expected[one]) for one in made)
 
 
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("shape", [(1, 64), (32, 64), (48, 16), (300, 132)])
-@pytest.mark.parametrize("value", [1.0, 0.0, float("inf"), float("nan"), -float("nan")])
+@pytest.mark.parametrize(
+    ("shape", "value"),
+    [
+        ((1, 64), -float("nan")),
+        ((32, 64), 1.0),
+        ((32, 64), float("nan")),
+        ((48, 16), 0.0),
+        ((48, 16), -float("nan")),
+        ((300, 132), float("inf")),
+    ],
+)
 def test_kernels_take_the_largest_amax_of_rows(shape: tuple[int, int], value: float) -> None:
     """Of any number of rows, in a launch that writes buffers, and in two where sizes do not allow that."""
     pytest.importorskip("triton", reason="needs triton, which kernels are written in")

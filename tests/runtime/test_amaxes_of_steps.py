@@ -23,7 +23,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf16 masters, 8bit": {"masters": "bf16", "state": "8bit"},
     "f24 masters, fp8": {"masters": "f24", "state": "fp8"},
 }
-RECIPES = ("nvfp4", "nvfp4_1d", "nvfp4_4over6", "nvfp4_modelopt", "fp8_current", "fp8_e5m2_current", "fp8_delayed")
+RECIPES = ("nvfp4", "nvfp4_4over6", "nvfp4_modelopt", "fp8_current", "fp8_delayed")
 
 
 def build(recipe: str, **options: Any) -> nn.Sequential:

@@ -17,7 +17,7 @@ import layoutc
 from layoutc.runtime.quantize import prepared, weights
 from layoutc.runtime.train import steps
 
-RECIPES = ("mxfp8", "nvfp4", "fp8_current", "fp8_delayed", "int8_rowwise", "nvfp4+mxfp8")
+RECIPES = ("mxfp8", "nvfp4", "fp8_delayed", "int8_rowwise", "nvfp4+mxfp8")
 
 
 def build(recipe: str, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
