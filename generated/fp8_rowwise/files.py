@@ -52,7 +52,7 @@ FILES = {
         name="fbgemm",
         summary="Meta's FP8 releases (Llama 3.1 405B), as transformers' fbgemm_fp8 reads and writes them",
         planes={
-            "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
+            "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8, rows=(REST,), order=(0, 1)),  # m k -> m k
             "rowwise_scale": BoundPlane("{name}_scale", "F32", 32),
         },
         config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},

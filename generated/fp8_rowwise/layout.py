@@ -32,7 +32,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_rowwise",
     summary="E4M3 weights with one FP32 scale for each row; columnwise, one for each column",
-    spec_sha256="a90c782d0b730867127136d5e131e3902ac94fd6931113472f88259fa2ca1ab9",
+    spec_sha256="f3d0a425599650e2151e85af457b804a65bccd82b5c3616c714acec85e3a9a8f",
     layout_id="a93daaa57939",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

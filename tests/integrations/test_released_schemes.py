@@ -681,6 +681,26 @@ def test_metas_fp8_of_fbgemm_is_loaded_and_written_back(tmp_path: Path) -> None:
         assert torch.equal(plain[name], tensors[name].float() * tensors[f"{name}_scale"])
 
 
+@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
+def test_stacks_of_fbgemm_are_refused_even_where_scales_have_the_shape_of_rows(part: str, tmp_path: Path) -> None:
+    """FbgemmFp8Llama4TextExperts has x @ w: the scales (experts, hidden, 1) of its down_proj are those of columns."""
+    e, n = 2, 64
+    experts = nn.Module()
+    experts.register_parameter(part, nn.Parameter(torch.randn(e, n, n)))
+    scales = torch.rand(e, n, 1) if part == "down_proj" else torch.rand(e, 1, n)
+    value = experts.get_parameter(part).detach()
+    tensors = {f"experts.{part}": value.to(torch.float8_e4m3fn), f"experts.{part}_scale": scales}
+    model = nn.ModuleDict({"experts": experts})
+    folder_of(tmp_path / "in", tensors, {"quant_method": "fbgemm_fp8"})
+    for call in (
+        partial(quantize_as_stored, model),
+        partial(load_safetensors, model, convert=True, strict=False),
+        partial(convert_safetensors, folder=tmp_path / "out", dtype=torch.bfloat16),
+    ):
+        with pytest.raises(LayoutError, match=rf"experts\.{part}"):
+            call(tmp_path / "in")
+
+
 def older_folder(path: Path, file: str, text: Any, write: Callable[[Tensors], Any]) -> Tensors:
     """A folder whose config.json says nothing of weights, with an older program's file beside it."""
     from safetensors.torch import save_file
