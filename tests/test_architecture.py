@@ -88,10 +88,14 @@ ABOVE = {
         "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast",
         "torch",
     ),
-    "checkpoint.held": ("ints runtime runtime.bindings runtime.weight checkpoint.untrusted", "torch"),
+    "checkpoint.bindings": ("runtime.bindings", ""),
+    "checkpoint.held": (
+        "ints runtime runtime.bindings runtime.weight checkpoint.untrusted checkpoint.bindings",
+        "torch",
+    ),
     "checkpoint.safetensors": (
         "ints runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.cast "
-        "checkpoint.common checkpoint.untrusted checkpoint.held",
+        "checkpoint.bindings checkpoint.common checkpoint.untrusted checkpoint.held",
         "torch safetensors",
     ),
     "checkpoint.gguf": (

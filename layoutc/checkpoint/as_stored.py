@@ -12,7 +12,7 @@ from torch import nn
 from layoutc.checkpoint.gguf import planning as of_gguf
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.planning import Rename
-from layoutc.runtime.bindings.names import groups_of
+from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.train.convert import quantize_
 from layoutc.runtime.weight.tensor import QuantizedTensor

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from layoutc.checkpoint.bindings.source_configs import Modules, config_of
 from layoutc.runtime.bindings.facts import Binding
-from layoutc.runtime.bindings.source_configs import Modules, config_of
 
 SPEC = find_spec("layoutc.recipes")
 assert SPEC is not None

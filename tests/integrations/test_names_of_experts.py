@@ -18,7 +18,7 @@ from torch import Tensor
 
 import layoutc
 from layoutc import checkpoint
-from layoutc.runtime.bindings.names import named_parts
+from layoutc.checkpoint.bindings.names import named_parts
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

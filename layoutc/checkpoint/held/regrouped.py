@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.bindings.configs import spelled
+from layoutc.checkpoint.bindings.names import values_at
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.bindings.configs import spelled
 from layoutc.runtime.bindings.facts import Binding
-from layoutc.runtime.bindings.names import values_at
 from layoutc.runtime.facts import Facts, Plane
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

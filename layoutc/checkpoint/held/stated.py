@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.bindings.names import tensor_name
+from layoutc.checkpoint.bindings.texts import with_sizes
 from layoutc.checkpoint.held.stored import OF_OTHERS, Read, Stored
 from layoutc.checkpoint.untrusted.files import json_of
 from layoutc.runtime.bindings.facts import Binding
-from layoutc.runtime.bindings.names import tensor_name
-from layoutc.runtime.bindings.texts import with_sizes
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 

@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.bindings.names import tensor_name
 from layoutc.checkpoint.held import places
 from layoutc.checkpoint.held.codes import Encoded, encode
 from layoutc.checkpoint.held.narrower import INTO_F32
 from layoutc.checkpoint.held.stated import Stated
 from layoutc.runtime.bindings.facts import Codes
-from layoutc.runtime.bindings.names import tensor_name
 from layoutc.runtime.errors import LayoutError, printable
 from layoutc.runtime.facts import Facts
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from torch import nn
 
+from layoutc.checkpoint.bindings.names import named_parts, parts_of, tensor_name
+from layoutc.checkpoint.bindings.source_configs import Modules
 from layoutc.checkpoint.common.narrowing import warn_of
 from layoutc.checkpoint.held.stated import ORDER
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.runtime.bindings.names import named_parts, parts_of, tensor_name
-from layoutc.runtime.bindings.source_configs import Modules
 
 OF_ACTIVATIONS = re.compile(
     r"(^|\.)(input|output|activation|prob_output|q|k|v|kv|qkv)_(scale|scale_inv|global_scale|zero_point)$"

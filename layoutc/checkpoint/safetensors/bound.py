@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.bindings.names import parameter_name, parts_of, tensor_name
+from layoutc.checkpoint.bindings.texts import sizes_in
 from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.codes import Meaning
 from layoutc.checkpoint.held.sources import BoundSource
@@ -21,8 +23,7 @@ from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.untrusted.files import json_of, open_file, read_at, short
 from layoutc.runtime.bindings.facts import BoundPlane
-from layoutc.runtime.bindings.names import joined, parameter_name, parts_of, tensor_name
-from layoutc.runtime.bindings.texts import sizes_in
+from layoutc.runtime.bindings.fused import joined
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.weight.tensor import QuantizedTensor

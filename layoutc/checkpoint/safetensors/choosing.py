@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layoutc.checkpoint.bindings.configs import READ_AS_PLAIN, spelled
+from layoutc.checkpoint.bindings.names import contradicts, differences, values_at
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.held.undecoded import undecoded
@@ -14,8 +16,6 @@ from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import find, named_in
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.untrusted.files import short
-from layoutc.runtime.bindings.configs import READ_AS_PLAIN, spelled
-from layoutc.runtime.bindings.names import contradicts, differences, values_at
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.installed import BUILT, in_working_directory
 

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.bindings import source_configs
+from layoutc.checkpoint.bindings.configs import KEYS, OF_STORAGE
+from layoutc.checkpoint.bindings.names import tensor_name
+from layoutc.checkpoint.bindings.source_configs import Modules
 from layoutc.checkpoint.common.folders import copy_companions
 from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.held import undecoded
@@ -25,10 +29,7 @@ from layoutc.checkpoint.safetensors.files import Contents, Slices, bytes_of, lib
 from layoutc.checkpoint.safetensors.kept import KeptIn, kept_in
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import Planned
-from layoutc.runtime.bindings import source_configs
-from layoutc.runtime.bindings.configs import KEYS, OF_STORAGE
-from layoutc.runtime.bindings.names import groups_of, tensor_name
-from layoutc.runtime.bindings.source_configs import Modules
+from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.quantize import weights

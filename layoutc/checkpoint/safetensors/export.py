@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layoutc.checkpoint.bindings.names import named_parts
+from layoutc.checkpoint.bindings.source_configs import goes_on
 from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
 from layoutc.checkpoint.common.folders import copy_companions
 from layoutc.checkpoint.common.narrowing import check_finite, warn_of
@@ -32,8 +34,6 @@ from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_wri
 from layoutc.checkpoint.safetensors.planning import Rename, file_name, warn_own_names
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import OpenFile, Planned, Writing, split_into_files
-from layoutc.runtime.bindings.names import named_parts
-from layoutc.runtime.bindings.source_configs import goes_on
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.torch_private import local_tensor

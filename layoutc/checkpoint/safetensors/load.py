@@ -24,7 +24,7 @@ from layoutc.checkpoint.safetensors.files import Contents, Reader, Slices, crc32
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.checkpoint.safetensors.values import dequantized, read, values_of
 from layoutc.ints.rects import Rect
-from layoutc.runtime.bindings.names import joined
+from layoutc.runtime.bindings.fused import joined
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError, check_model
 from layoutc.runtime.facts import Group

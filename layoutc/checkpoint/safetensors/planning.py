@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.bindings.names import named_parts
 from layoutc.checkpoint.common.narrowing import warn_of
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held import undecoded
@@ -22,7 +23,6 @@ from layoutc.checkpoint.held.undecoded import Header
 from layoutc.checkpoint.safetensors import beside, bound, choosing, recognize
 from layoutc.checkpoint.safetensors.files import Contents, read_folder
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.runtime.bindings.names import named_parts
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import stored_form

@@ -8,13 +8,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layoutc.checkpoint.bindings.configs import KEYS, holder
+from layoutc.checkpoint.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.regrouped import Regrouped, regrouped
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
-from layoutc.runtime.bindings.configs import KEYS, holder
 from layoutc.runtime.bindings.facts import Binding, BoundPlane
-from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.installed import every, find, nearest

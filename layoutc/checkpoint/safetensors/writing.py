@@ -16,12 +16,12 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from layoutc.checkpoint.bindings.configs import KEYS, holder, holders, spelled
+from layoutc.checkpoint.bindings.source_configs import Modules, config_of
 from layoutc.checkpoint.common.folders import partly, sync
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS, Stored
 from layoutc.checkpoint.safetensors.files import INDEX, SINGLE
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
-from layoutc.runtime.bindings.configs import KEYS, holder, holders, spelled
-from layoutc.runtime.bindings.source_configs import Modules, config_of
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 

@@ -1,1 +1,1 @@
-"""Bindings: how other checkpoint formats hold a recipe's planes, by tensor names, indices and configs."""
+"""Bindings: how other checkpoint formats hold a recipe's planes, by tensor names and indices."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from layoutc.runtime import installed
-from layoutc.runtime.bindings.names import groups_of
+from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.cast.plain_state_dicts import give_plain, take_plain
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch import update_warnings

@@ -8,9 +8,9 @@ from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from layoutc.runtime.bindings.configs import list_in, modules_in, schemes_of
+from layoutc.checkpoint.bindings.configs import list_in, modules_in, schemes_of
+from layoutc.checkpoint.bindings.names import recognizes, values_at
 from layoutc.runtime.bindings.facts import Binding
-from layoutc.runtime.bindings.names import recognizes, values_at
 
 
 class Modules(NamedTuple):

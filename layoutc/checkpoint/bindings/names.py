@@ -1,15 +1,13 @@
-"""Maps names of parameters to names of tensors in other formats, and finds weights that engines fuse."""
+"""Maps names of parameters to names of tensors in other formats, and says which bindings a config states."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layoutc.runtime.bindings.configs import OF_FORMAT, completed, schemes_of, spelled
+from layoutc.checkpoint.bindings.configs import OF_FORMAT, completed, schemes_of, spelled
 from layoutc.runtime.bindings.facts import Binding
-
-Fused = Sequence[Sequence[str]]
 
 
 def tensor_name(pattern: str, parameter: str) -> str:
@@ -113,23 +111,3 @@ def values_at(config: Any, path: Sequence[str]) -> list[Any]:
     if not isinstance(config, Mapping):
         return []
     return [found for key, value in config.items() if path[0] in ("*", key) for found in values_at(value, path[1:])]
-
-
-def joined(name: str, fused: Fused) -> str | None:
-    """The name of a parameter or tensor with its module's name replaced by the joined group: `a.q_proj.weight` becomes
-    `a.[q_proj, k_proj, v_proj].weight`. None for a module in no group."""
-    parts = name.split(".")
-    for at in reversed(range(len(parts))):
-        for group in fused:
-            if parts[at] in group:
-                return ".".join([*parts[:at], f"[{', '.join(group)}]", *parts[at + 1 :]])
-    return None
-
-
-def groups_of(names: Iterable[str], fused: Fused) -> Mapping[str, list[str]]:
-    """The names that are joined with other given names, by the group's name from `joined`."""
-    found = dict[str, list[str]]()
-    for name in names:
-        if (group := joined(name, fused)) is not None:
-            found.setdefault(group, []).append(name)
-    return {group: members for group, members in found.items() if len(members) > 1}
