@@ -9,24 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class E3M4BlockTensor(Recipe):
-    """E3M4, an 8-bit minifloat that the spec defines, in 64x64 blocks.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row; a piece that cuts a block of 64 rows takes
-      no plain values
-    - split, chunk, slice, narrow on the last dim: multiples of 64 columns
-    - cat on dim 0: pieces cut at multiples of 64 rows
-    - cat on the last dim: pieces that end at multiples of 64 columns
-    """
+    """E3M4, an 8-bit minifloat that the spec defines, in 64x64 blocks."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k) uint8: e3m4 codes
     rowwise_scale = plane("rowwise_scale")  # (cdiv(m, 64), cdiv(k, 64)) float32: f32 scale of each 64x64 block

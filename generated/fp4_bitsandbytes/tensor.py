@@ -9,23 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class FP4BitsandbytesTensor(Recipe):
-    """bitsandbytes' FP4 without double quantization, in blocks of 64 with FP32 scales.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row
-    - split, chunk, slice, narrow on the last dim: multiples of 64 columns
-    - cat on dim 0: pieces cut at any row
-    - cat on the last dim: pieces that end at multiples of 64 columns
-    """
+    """bitsandbytes' FP4 without double quantization, in blocks of 64 with FP32 scales."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: fp4 codes, 2 per byte, high bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 64) float32: f32 scale of each 1x64 block

@@ -9,24 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class FP8BlockE8M0Tensor(Recipe):
-    """E4M3 weights in 128x128 blocks, one E8M0 scale each, rounded up.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row; a piece that cuts a block of 128 rows
-      takes no plain values
-    - split, chunk, slice, narrow on the last dim: multiples of 128 columns
-    - cat on dim 0: pieces cut at multiples of 128 rows
-    - cat on the last dim: pieces that end at multiples of 128 columns
-    """
+    """E4M3 weights in 128x128 blocks, one E8M0 scale each, rounded up."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k) uint8: e4m3 codes
     rowwise_scale = plane("rowwise_scale")  # (cdiv(m, 128), cdiv(k, 128)) uint8: e8m0 scale of each 128x128 block

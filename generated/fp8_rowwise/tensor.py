@@ -9,23 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class FP8RowwiseTensor(Recipe):
-    """E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row
-    - split, chunk, slice, narrow on the last dim: any column
-    - cat on dim 0: pieces cut at any row
-    - cat on the last dim: pieces that end at any column
-    """
+    """E4M3 weights with one FP32 scale for each row; columnwise, one for each column."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k) uint8: e4m3 codes
     rowwise_scale = plane("rowwise_scale")  # (m, 1) float32: f32 scale of each 1xall block

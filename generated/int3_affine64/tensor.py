@@ -9,23 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class INT3AFFINE64Tensor(Recipe):
-    """3-bit unsigned integers in groups of 64 with BF16 scales and biases.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row
-    - split, chunk, slice, narrow on the last dim: multiples of 64 columns
-    - cat on dim 0: pieces cut at any row
-    - cat on the last dim: pieces that end at multiples of 64 columns
-    """
+    """3-bit unsigned integers in groups of 64 with BF16 scales and biases."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 8 * 3) uint8: uint3 codes, 8 per 3 bytes, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 64) bfloat16: bf16 scale of each 1x64 block

@@ -9,24 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class INT4GROUP32Tensor(Recipe):
-    """4-bit integers with a scale and a zero point for each group of 32 along the contraction.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row; a piece that cuts a block of 32 rows takes
-      no plain values
-    - split, chunk, slice, narrow on the last dim: multiples of 32 columns
-    - cat on dim 0: pieces cut at multiples of 32 rows
-    - cat on the last dim: pieces that end at multiples of 32 columns
-    """
+    """4-bit integers with a scale and a zero point for each group of 32 along the contraction."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: int4_full codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 32) float32: f32 scale of each 1x32 block

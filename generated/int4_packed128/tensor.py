@@ -9,23 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class INT4PACKED128Tensor(Recipe):
-    """4-bit integers in words, in groups of 128 with BF16 scales of amax / 7.5.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row
-    - split, chunk, slice, narrow on the last dim: multiples of 128 columns
-    - cat on dim 0: pieces cut at any row
-    - cat on the last dim: pieces that end at multiples of 128 columns
-    """
+    """4-bit integers in words, in groups of 128 with BF16 scales of amax / 7.5."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: int4_offset codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 128) bfloat16: bf16 scale of each 1x128 block

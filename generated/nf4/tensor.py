@@ -9,23 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class NF4Tensor(Recipe):
-    """NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64, FP32 over them.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row
-    - split, chunk, slice, narrow on the last dim: multiples of 1024 columns
-    - cat on dim 0: pieces cut at any row
-    - cat on the last dim: pieces that end at multiples of 1024 columns
-    """
+    """NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64, FP32 over them."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: nf4 codes, 2 per byte, high bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 64) uint8: dynamic8 scale of each 1x64 block

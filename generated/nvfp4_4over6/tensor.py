@@ -9,24 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class NVFP44OVER6Tensor(Recipe):
-    """nvfp4 that tries two scales for each block, with its amax at 6 or 4, and keeps the better.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row; a piece that cuts a block of 16 rows takes
-      no plain values
-    - split, chunk, slice, narrow on the last dim: multiples of 16 columns
-    - cat on dim 0: pieces cut at multiples of 16 rows
-    - cat on the last dim: pieces that end at multiples of 16 columns
-    """
+    """nvfp4 that tries two scales for each block, with its amax at 6 or 4, and keeps the better."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m // 16, k // 16) uint8: e4m3 scale of each 16x16 block

@@ -9,23 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class Q4KTensor(Recipe):
-    """GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32, FP16 over them, in records of 256.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row
-    - split, chunk, slice, narrow on the last dim: multiples of 256 columns
-    - cat on dim 0: pieces cut at any row
-    - cat on the last dim: pieces that end at multiples of 256 columns
-    """
+    """GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32, FP16 over them, in records of 256."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: uint4 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 32) uint8: uint6 scale of each 1x32 block

@@ -9,23 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
+from .dispatch import cut
 from .layout import LAYOUT
 
 
 @register
 class Q6KTensor(Recipe):
-    """GGUF Q6_K, 6-bit integers with 8-bit scales of 16, FP16 over them, in records of 256.
-
-    Exact on stored bytes, beside what is for every recipe (layoutc/runtime/dispatch/table.py):
-
-    - split, chunk, slice, narrow, select on leading dims: cuts at any row
-    - split, chunk, slice, narrow on the last dim: multiples of 256 columns
-    - cat on dim 0: pieces cut at any row
-    - cat on the last dim: pieces that end at multiples of 256 columns
-    """
+    """GGUF Q6_K, 6-bit integers with 8-bit scales of 16, FP16 over them, in records of 256."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 4 * 3) uint8: int6 codes, 4 per 3 bytes, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 16) uint8: i8 scale of each 1x16 block

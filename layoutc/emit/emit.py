@@ -22,9 +22,10 @@ from layoutc.emit.recipe_text import header, recipe_text
 from layoutc.plan.kernels import NoKernels, plan_kernels
 from layoutc.plan.plan import Plan
 
-FILES = ("__init__.py", "layout.py", "reference.py", "tensor.py")
+FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
+OF_STATE = ("__init__.py", "layout.py", "reference.py", "tensor.py")  # of states and gradients, which are not gathered
 KERNELS = "kernels.py"  # of recipes that have kernels
-SHARED = ("reference.py", KERNELS)  # files that depend on the layout alone
+SHARED = ("reference.py", "dispatch.py", KERNELS)  # files that depend on the layout alone
 BINDINGS = "files.py"  # of recipes whose specs state other checkpoint formats
 LINE_LENGTH = 120
 
@@ -59,11 +60,12 @@ def _wrap(text: str, indent: int = 0) -> str:
 
 def emit(plan: Plan, sha256: str, base: str | None = None) -> dict[str, str]:
     """A plan -> {file name: text}, not yet formatted. `sha256`: the spec file's. base: a recipe in the same package
-    with the same layout, from which arithmetic and kernels are imported."""
+    with the same layout, from which arithmetic, kernels and cuts are imported."""
     kernels = plan_kernels(plan.layout)
     recipe = recipe_text(plan, sha256, has_kernels=not isinstance(kernels, NoKernels))
+    state = plan.layout.use != "weight"
     shown = {**vars(recipe), "plan": plan, "layout": plan.layout, "imports_of_facts": _IMPORTS}
-    files = {name: _render(f"{name}.j2", shown) for name in FILES}
+    files = {name: _render(f"{name}.j2", shown) for name in (OF_STATE if state else FILES)}
     if not isinstance(kernels, NoKernels):
         text = kernels_text(kernels, header(plan.layout.name, plan.layout_id))
         files[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))

@@ -13,7 +13,7 @@ from layoutc.emit.code import Lines, commented, indented
 from layoutc.emit.hooks_text import gather_lines, hook_docs
 from layoutc.emit.products_text import products_lines
 from layoutc.emit.reference_text import ReferenceText, join_record, record_facts, reference_text
-from layoutc.emit.size_text import Sizes, block_text
+from layoutc.emit.size_text import Sizes, block_text, in_bytes, start_of
 from layoutc.layout.layout import Buffer, Layout, Plane, Quantization, Source, codes_per_group, is_swizzled
 from layoutc.layout.swizzles import canonical
 from layoutc.plan.plan import Plan
@@ -25,11 +25,12 @@ EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "q
 
 @dataclass(frozen=True)
 class PlaneText:
-    """A stored plane: lines for its sizes and dtype, and the line that makes it an attribute."""
+    """A stored plane: lines for its sizes and dtype, the line that makes it an attribute, and how it is cut."""
 
     name: str
     facts: Lines
     attribute: Lines
+    cut: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class RecipeText:
     interface: int
     multiples_text: str
     shard_lines: list[str]
+    row_text: str
+    column_text: str
     attributes: list[str]
+    cut_body: list[str]
     buffers: list[str]
     lay_out: list[str]
     gather_lines: list[str]
@@ -79,9 +83,12 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         interface=RUNTIME_INTERFACE,
         multiples_text=_multiples(layout),
         shard_lines=_shard_lines(plan),
+        row_text="any" if plan.block_rows == 1 else f"multiples of {plan.block_rows}",
+        column_text="any" if plan.column_multiple == 1 else f"multiples of {plan.column_multiple}",
         attributes=[
             line for plane in planes if plane.name != "amax" for line in plane.attribute
         ],  # Tensor.amax is a method
+        cut_body=_cuts(plan, {plane.name: plane.cut for plane in planes}),
         buffers=buffers,
         lay_out=[line for name in layout.orientations for line in _laying_out(name, layout, sizes)],
         gather_lines=gather_lines(plan),
@@ -202,6 +209,7 @@ def _plane(plane: Plane, plan: Plan, sizes: Sizes) -> PlaneText:
         name=plane.name,
         facts=commented(f'"{plane.name}": {facts},', f"{shape}: {doc}", 112),
         attribute=commented(f'{plane.name} = plane("{plane.name}")', f"{shape} {plane.dtype}: {doc}", 116),
+        cut=f'planes["{plane.name}"]{_cut(plane, sizes)}',
     )
 
 
@@ -233,6 +241,32 @@ def _super_doc(plane: Plane, quantization: Quantization) -> str:
     level = quantization.levels["scale" if plane.kind == "super" else "zero"]
     what = "scales" if plane.kind == "super" else "zero points"
     return f"{level.quantization.scale.name} scale of the {what} of each {size} super-block"
+
+
+def _cut(plane: Plane, sizes: Sizes) -> str:
+    if plane.is_scalar:
+        return ""
+    rows = ":" if plane.per_m is None else f"{start_of('r0', plane.per_m)}:{sizes.count('m', plane.per_m, 'r1')}"
+    if plane.per_k is None:
+        return f"[{rows}]"
+    if plane.bits < 8:
+        return f"[{rows}, {in_bytes('c0', plane.bits)} : {in_bytes('c1', plane.bits)}]"
+    return f"[{rows}, {start_of('c0', plane.per_k)}:{sizes.count('k', plane.per_k, 'c1')}]"
+
+
+def _cuts(plan: Plan, by_name: dict[str, str]) -> list[str]:
+    """Lines that build a dict with the cut of each plane.
+
+    One literal; or one branch per source if there are several, because a tensor may have one without the others.
+    """
+    if len(plan.layout.sources) == 1:
+        return ["return {", *(f'    "{name}": {value},' for name, value in by_name.items()), "}"]
+    shared = "".join(f'"{name}": {by_name.pop(name)}' for name in ("amax",) if name in by_name)
+    lines = [f"views = {{{shared}}}"]
+    for source in plan.layout.sources:
+        lines.append(f'if "{source.data.name}" in planes:')
+        lines += [f'    views["{name}"] = {by_name[name]}' for name in (plane.name for plane in source.planes)]
+    return [*lines, "return views"]
 
 
 def _buffers(orientation: str, layout: Layout, sizes: Sizes) -> list[str]:

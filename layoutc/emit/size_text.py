@@ -93,6 +93,11 @@ def in_units(size: str, bits: int, unit: int) -> str:
     return _over(size, codes) if units == 1 else f"{size} // {codes} * {units}"
 
 
+def start_of(name: str, per: int) -> str:
+    """The start of a cut, which always falls on a boundary."""
+    return name if per == 1 else f"{name} // {per}"
+
+
 def block_text(source: Source) -> str:
     """The size of a source's blocks, as 16x16 or allx1."""
     block = source.quantization.block

@@ -56,12 +56,11 @@ class Plane(NamedTuple):
         """Its shape for an (m, k) matrix, whose sizes are multiples of `multiple_m` and `multiple_k`."""
         if self.rows_per_value is None and self.columns_per_value is None:
             return (self.entries,)
-        return count_of(m, self.rows_per_value, multiple_m), count_of(k, self.columns_per_value, multiple_k)
+        return _count(m, self.rows_per_value, multiple_m), _count(k, self.columns_per_value, multiple_k)
 
 
-def count_of(size: int, per: float | None, multiple: int = 0) -> int:
-    """The number of entries along an axis whose size is a multiple of `multiple`; 0: of whole entries. Rounds up only
-    where that can matter: symbolic sizes can't be rounded."""
+def _count(size: int, per: float | None, multiple: int) -> int:
+    """The number of entries along an axis. Rounds up only where that can matter: symbolic sizes can't be rounded."""
     if per is None or per == 1:
         return 1 if per is None else size
     if type(per) is float:  # such as 4 / 3: four 6-bit codes fill 3 bytes

@@ -109,7 +109,7 @@ def test_code_that_follows_from_a_layout_is_taken_from_the_recipe_beside_that_ha
     assert (found.code, found.help) == ("LC908", "build the spec of `acts` too")
     assert not out.exists()
     assert pipeline.build([base, weight, other], out, check=False).diagnostics == []
-    for name in ("reference", "kernels"):
+    for name in ("reference", "dispatch", "kernels"):
         assert f"from ..acts.{name} import *" in (out / "mine" / f"{name}.py").read_text(encoding="utf-8")
         assert "from .." not in (out / "even" / f"{name}.py").read_text(encoding="utf-8")
     assert pipeline.build([weight], out, check=True, whole=False).diagnostics == []

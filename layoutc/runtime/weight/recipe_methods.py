@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import ceil
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import numerics
-from layoutc.runtime.facts import Layout, count_of
+from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, buffers, launch
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.torch_private import keeping_version
@@ -29,7 +30,7 @@ Planes = Mapping[str, Tensor]
 class RecipeMethods:
     """The arithmetic of a recipe. x: (m, k), fp32, bf16 or fp16; planes and buffers go by their names.
 
-    A generated class states its layout, its reference and kernels.
+    A generated class states its layout, its reference and kernels, and how planes are cut.
     """
 
     LAYOUT: ClassVar[Layout]
@@ -39,15 +40,10 @@ class RecipeMethods:
 
     @classmethod
     def _cut(cls, planes: Planes, r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        """Views of planes for rows r0..r1 and columns c0..c1, all on block boundaries; the last block may be short."""
-        layout, views = cls.LAYOUT, dict(planes)
-        for name, plane in planes.items():
-            rows, columns = layout.stored[name][:2]
-            m = None if rows is None else (count_of(r0, rows), count_of(r1, rows, layout.multiple_m))
-            k = None if columns is None else (count_of(c0, columns), count_of(c1, columns, layout.multiple_k))
-            if m is not None or k is not None:
-                views[name] = plane[slice(*m or (None,)), slice(*k or (None,))]
-        return views
+        """Views of planes for rows r0..r1 and columns c0..c1, all on block boundaries. Here: of blocks of one row."""
+        per_k = {name: cls.LAYOUT.stored[name].columns_per_value or 1 for name in planes}
+        ends = {name: ceil(round(c1 / size, 6)) for name, size in per_k.items()}  # 4 codes of 6 bits take 3 bytes
+        return {name: plane[r0:r1, round(c0 / per_k[name]) : ends[name]] for name, plane in planes.items()}
 
     @classmethod
     def usable_kernels(cls, x: Tensor, dtype: torch.dtype | None = None) -> Kernels | None:
