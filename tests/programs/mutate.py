@@ -50,6 +50,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layo
 KERNELS = tuple(f"runtime/test_{name}*" for name in ("kernels", "b", "d", "con", "comp", "four", "q"))
 # Modules and their tests; the first pattern that fits.
 AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *((f"layoutc/{room}/bindings/*", ("bindings/*", "checkpoint/*")) for room in ("checkpoint", "runtime")),
     (
         "layoutc/checkpoint/*",
         (
@@ -63,7 +64,6 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     *((f"layoutc/runtime/{room}/*", KERNELS) for room in ("kernels", "triton")),
-    ("layoutc/runtime/bindings/*", ("bindings/*", "checkpoint/*")),
     ("layoutc/runtime/*", ("runtime/*", "ints/*", "distributed/*")),
     ("layoutc/conformance/*", ("conformance/*",)),
     ("layoutc/charts/*", ("cli/test_measured_charts.py", "cli/test_plan_command.py")),
