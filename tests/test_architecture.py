@@ -403,10 +403,9 @@ def test_every_folder_is_installed() -> None:
     assert set(project["tool"]["setuptools"]["packages"]) == expected
 
 
-@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-def test_a_spec_is_at_most_60_lines(path: Path) -> None:
+def test_a_spec_is_at_most_60_lines() -> None:
     """Of what is generated from it: tests/emit/test_generated_size.py."""
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
+    assert [path.name for path in SPECS if len(path.read_text(encoding="utf-8").splitlines()) > 60] == []
 
 
 def test_pytest_enters_every_folder_of_tests() -> None:

@@ -120,10 +120,9 @@ def test_text_where_blocks_are_cut(name: str, golden: Callable[[Path, str], None
     golden(GOLDEN / f"{name}-cut.txt", result.stdout.replace(recipe(name).layout_id, "(layout id)"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pictures_of_every_buffer_fit(name: str) -> None:
-    for buffer in recipe(name).layout.buffers:
-        drawn = show.pictures(recipe(name).layout, buffer.name, 256, 384, 80)
+def test_pictures_of_every_buffer_fit() -> None:
+    for layout, buffer in ((one, buffer) for one in (recipe(name).layout for name in NAMES) for buffer in one.buffers):
+        drawn = show.pictures(layout, buffer.name, 256, 384, 80)
         lines = [line for text in drawn for line in text.splitlines()[2:]]
         assert 0 < len(lines) <= 16 + 32
         assert max(map(len, lines)) <= 80

@@ -47,10 +47,9 @@ def results(linear: Linear, x: Tensor, weight: Any, bias: Tensor | None) -> list
     return [out, *torch.autograd.grad(out.square().sum(), wanted)]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "shape"), list(zip([torch.bfloat16, torch.float32], SHAPES, strict=True)), ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_outputs_and_gradients_have_the_bits_of_the_class(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, with_bias: bool
