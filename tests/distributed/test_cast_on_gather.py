@@ -44,7 +44,7 @@ import layoutc
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 
-STEPS, FEW = 20, 3  # of one recipe whose history of amaxes goes on; of all others
+STEPS, FEW = 6, 3  # of one recipe whose history of amaxes goes on; of all others
 TWO = 2  # with other options: the first sets up, the second is like all that follow, and its values are compared, too
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),

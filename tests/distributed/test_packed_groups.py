@@ -109,7 +109,7 @@ def counted(allowed: Callable[[], bool] = lambda: True) -> Iterator[list[str]]:
         yield taken
 
 
-def trained(model: Any, steps: int = 3, after: Callable[[int], None] = lambda _: None) -> list[Tensor]:
+def trained(model: Any, steps: int = 2, after: Callable[[int], None] = lambda _: None) -> list[Tensor]:
     """Losses and gradients of steps that write weights, and what the last gather leaves."""
     seen: list[Tensor] = []
     torch.manual_seed(dist.get_rank())
@@ -140,7 +140,7 @@ def is_the_same(recipe: str, cast: bool, mixed: bool, kernels: bool, width: int 
     layers = 1 if kernels else 2
     make = partial(mixer, recipe, cast, mixed, width=width, layers=layers)
     # Forward and backward, less the first; and at the end.
-    are_the_same(lambda: trained(make()), layers * (2 * 3 - 1) + layers, kernels)
+    are_the_same(lambda: trained(make()), layers * (2 * 2 - 1) + layers, kernels)
 
 
 def are_the_same(steps: Callable[[], list[Tensor]], gathers: int, kernels: bool) -> None:
@@ -377,7 +377,7 @@ def test_parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, wid
 def test_gathers_ahead_of_time() -> None:
     """Asynchronous gathers, ones that are waited for in backward's order, and explicit prefetching."""
     model = mixer("fp8_current")
-    expected = trained(mixer("fp8_current"))
+    expected = trained(mixer("fp8_current"), 3)
     first, second = model
     first.set_modules_to_forward_prefetch([second])
     second.set_modules_to_backward_prefetch([first])
@@ -390,7 +390,7 @@ def test_gathers_ahead_of_time() -> None:
             layer.reshard()
 
     with counted() as taken:
-        assert same(trained(model, after=ahead), expected)
+        assert same(trained(model, 3, ahead), expected)
     assert len(taken) > 10
 
 

@@ -33,7 +33,7 @@ from weight_recipes import CUT_APART
 import layoutc
 from layoutc.ints.sizes import cdiv
 
-STEPS, FEW = 20, 3  # of one recipe whose history of amaxes goes on; of all others
+STEPS, FEW = 6, 3  # of one recipe whose history of amaxes goes on; of all others
 TWO = 2  # with other options: the first sets up, the second is like all that follow, and its bytes are compared, too
 EVERY = CUT_APART
 
