@@ -64,6 +64,7 @@ FILES = {
         },
         config={"quant_method": "torchao"},
         recognized=("quant_method",),
+        ignored=("{module}._weight_act_quant_scale", "{module}._weight_act_quant_zero_point"),
         zeros=("{module}._weight_zero_point", "I8"),
         read_only=True,
     ),

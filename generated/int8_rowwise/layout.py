@@ -32,7 +32,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="int8_rowwise",
     summary="8-bit integers with one FP32 scale for each row; columnwise, one for each column",
-    spec_sha256="c9ee051b850fffb01ac6aae45540ddcfe10aa2dbfe1f4aa1af6f7f561ff7a171",
+    spec_sha256="3ce5ee4815c9825d719461e04bdb10731e322fe53a1f976250f948f486162bd5",
     layout_id="92ee72710e09",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,
