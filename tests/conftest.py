@@ -121,7 +121,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def runs_on_ranks(item: pytest.Item) -> bool:
     """Whether a test asks for a group of processes."""
-    return not {"two", "four"}.isdisjoint(getattr(item, "fixturenames", ()))
+    return not tiers.RANKS.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -11,6 +11,7 @@ from harness import group
 
 # Imported once for all ranks, where they are installed.
 harness.PRELOADED += ("torchtitan.trainer", "torchtitan.models.llama3", "torchtitan.models.qwen3")
+harness.preload("transformers.models.llama.modeling_llama")
 
 
 one, two, three, four = (group(world) for world in range(1, 5))
