@@ -136,11 +136,11 @@ def _with_halo(layout: Layout, values: Tensor, row_sharding: RowSharding | None,
 # ---------------------------------------------------------------------------------------------------- what is sent
 def padded_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
     """The entries of a plane that cover the tensor's own rows, padded with zeros to `rows` entries."""
-    own = tensor.entries(name) if tensor.store.rows else tensor.store.planes[name][:0]
-    if tensor.LAYOUT.stored[name].rows_per_value is None:
-        own = tensor.store.planes[name]
+    own = tensor.entries(name)
+    if not tensor.store.rows and tensor.LAYOUT.stored[name].rows_per_value is not None:
+        own = own[:0]
     if own.shape[0] == rows:
-        return own.contiguous()
+        return own
     full = own.new_zeros(rows, *own.shape[1:])
     full[: own.shape[0]] = own
     return full
