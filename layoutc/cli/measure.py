@@ -68,7 +68,7 @@ def bench(
 
 @click.command()
 @comparing("[RECIPE|RESULT.json]...")
-@click.option("--steps", type=click.IntRange(1), default=60, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=click.IntRange(1), default=40, show_default=True, help="Optimizer steps.")
 @click.option(
     "--processes", type=click.IntRange(1), default=2, show_default=True, help="Ranks to start on this machine."
 )

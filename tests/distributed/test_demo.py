@@ -152,7 +152,7 @@ def test_what_is_asked_is_what_is_run(monkeypatch: pytest.MonkeyPatch, capsys: p
     demo.run()
     assert not capsys.readouterr().out
     found = demo.run(["nvfp4"], 5, 3, as_json=True)
-    of_all, some = (demo.Config(names, steps, batch=2) for names, steps in ((("mxfp8", "nvfp4"), 60), (("nvfp4",), 5)))
+    of_all, some = (demo.Config(names, steps, batch=2) for names, steps in ((("mxfp8", "nvfp4"), 40), (("nvfp4",), 5)))
     assert asked == [(2, 1, of_all), (first, of_all, 2, False), (3, 1, some), (first, some, 3, True)]
     assert json.loads(capsys.readouterr().out) == found
     assert found.pop("seconds") >= 0
