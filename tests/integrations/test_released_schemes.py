@@ -827,7 +827,7 @@ def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable
     [
         (("qweight", "qzeros"), {"quant_method": "gptq", "bits": 8, "group_size": 128}, "layoutc new mine --from gptq"),
         (("W_q", "scale"), {"quant_method": "hqq"}, "the program that wrote the files make plain weights"),
-        (("compressed", "bitmask"), FP8_CHANNEL, "no tensor has their names. Let the program that wrote the files"),
+        (("compressed", "bitmask"), FP8_CHANNEL, "no tensor has their names. transformers makes a plain model of them"),
     ],
 )
 def test_weights_are_not_left_as_they_were_beside_codes_that_nothing_reads(

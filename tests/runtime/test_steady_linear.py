@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
     pytest.mark.skipif(not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs (2.13)"),
 ]
-M, K, TOKENS = 128, 128, 16
+M, K, TOKENS = 128, 128, 32
 
 
 multiplied: list[tuple[Any, ...]] = []  # what scaled_mm was given
