@@ -4,9 +4,9 @@ The first tells whether a change is right, in minutes. The second has what takes
 cases of what the first samples, compilers, injected faults, random specs in numbers, programs that are killed. Both:
 `pytest -m "thorough or not thorough"`.
 
-Of a test's cases that the first tier leaves out, the second runs a third: others each week, all of them in three, and
-of two cases one. Tests with the mark `every_week` run all of theirs. The week stands in the header of a run;
-LAYOUTC_WEEK=2026-W48 runs those of another one, and LAYOUTC_ALL_PAIRS=1 runs all.
+Of a file's cases that the first tier leaves out, the second runs a third: others each week, all of them in three, and
+of two cases one; likewise of the tests of developers' own programs (TOOLS). With the mark `every_week` a test runs all.
+The week stands in the header of a run; LAYOUTC_WEEK=2026-W48 runs those of another one, and LAYOUTC_ALL_PAIRS=1 all.
 
 A test that is named by its node id runs in whichever tier it is.
 """
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from itertools import combinations
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -37,6 +38,7 @@ if not torch.cuda.is_available():
     CASES["gpu"] = (1, 1)  # all are skipped, and one of each test says so
 WEEK = os.environ.setdefault("LAYOUTC_WEEK", datetime.now(UTC).strftime("%G-W%V"))  # workers have that of their session
 THOROUGH, OTHER_WEEK = pytest.mark.thorough, pytest.mark.other_week  # to make one for each item takes a second
+TOOLS = {"programs", "bench"}  # what they test is run by hand
 EVERY, TURNS = os.environ.get("LAYOUTC_ALL_PAIRS") == "1", 3
 RECIPES = {path.stem for folder in (SPECS, UNSHIPPED, EXCHANGED) for path in folder.glob("*.yaml")}
 
@@ -60,10 +62,14 @@ def mark(items: Iterable[pytest.Item]) -> None:
         for number, item in enumerate(of_one):
             if number not in kept:
                 item.add_marker(THOROUGH)
-        if not EVERY and of_one[0].get_closest_marker("every_week") is None:
-            left = [item for item in of_one if item.get_closest_marker("thorough") is not None]
-            for item in others(left, WEEK):
-                item.add_marker(OTHER_WEEK)
+    left: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in () if EVERY else items:
+        is_of_tools, marks = item.path.parent.name in TOOLS, {mark.name for mark in item.iter_markers()}
+        if (is_of_tools or hasattr(item, "callspec")) and "thorough" in marks and "every_week" not in marks:
+            left[item.path.parent if is_of_tools else item.path].append(item)
+    for of_file in left.values():
+        for item in others(of_file, WEEK):
+            item.add_marker(OTHER_WEEK)
 
 
 def others(cases: Sequence[Case], week: str) -> list[Case]:
