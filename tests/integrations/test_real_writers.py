@@ -465,7 +465,6 @@ def check_values(model: nn.Module, theirs: nn.Module, quantized: int) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.every_week
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_what_a_package_writes_is_loaded_trained_and_read_by_it_again(row: Row, tmp_path: Path) -> None:
     pytest.importorskip(row.package.needs)
