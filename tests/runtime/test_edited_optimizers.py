@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernels_on_cpu import use_kernels
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import layoutc
 from layoutc.runtime.dispatch import update_warnings
@@ -376,3 +377,60 @@ def test_launches_follow_a_weight_into_another_group(monkeypatch: pytest.MonkeyP
         found.append(list(optimizer.masters().values()))
         assert bool(optimizer._updates) == kernels
     assert all(map(torch.equal, *found))
+
+
+def test_hooks_of_loads_are_called() -> None:
+    """As torch's own optimizers call them, before states of other optimizers are translated."""
+    called: dict[str, list[Any]] = {}
+    for kind, adamw in ADAMW.items():
+        optimizer, said = adamw([nn.Parameter(torch.zeros(2, 2))]), called.setdefault(kind, [])
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2, 2)
+        optimizer.step()
+
+        def halves(_: Any, state: dict[str, Any], said: list[Any] = said) -> dict[str, Any]:
+            said.append(sorted(state["state"][0].keys() - {"master"}))
+            return {**state, "param_groups": [{**state["param_groups"][0], "lr": 5e-3}]}
+
+        optimizer.register_load_state_dict_pre_hook(halves)
+        optimizer.register_load_state_dict_post_hook(lambda one, said=said: said.append(one.param_groups[0]["lr"]))
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert called["masters"] == called["by rule"] == called["torch"] == [["exp_avg", "exp_avg_sq", "step"], 5e-3]
+
+
+@pytest.mark.parametrize("how", ["by hand", "torch"])
+@pytest.mark.parametrize("kind", ["masters", "by rule", "f24"])
+def test_a_state_dict_that_is_loaded_in_place_keeps_its_masters(kind: str, how: str) -> None:
+    """As torch.distributed.checkpoint loads weights and masters, whose memory state dicts share: masters go on from
+    what was loaded, and not from what the codes hold, also if a state dict is asked for again."""
+
+    def trained(seed: int) -> tuple[nn.Module, Any]:
+        model = nn.Linear(WIDTH, WIDTH, bias=False)
+        model.weight.data = values_of(seed, WIDTH, WIDTH)
+        layoutc.quantize_(model, "fp8_block")
+        made = layoutc.AdamW(model.parameters(), masters="f24") if kind == "f24" else ADAMW[kind](model.parameters())
+        model.weight.grad = values_of(seed + 7, WIDTH, WIDTH)
+        made.step()
+        return model, made
+
+    def load(state: dict[str, Any], saved: dict[str, Any]) -> None:
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                value.copy_(saved[name])
+            elif isinstance(value, dict):
+                load(value, saved[name])
+
+    full = StateDictOptions(full_state_dict=True)
+    (one, saved), (other, loaded) = trained(0), trained(1)
+    weights, moments = copy.deepcopy(get_state_dict(one, saved, options=full))
+    own_weights, own_moments = get_state_dict(other, loaded, options=full)
+    with torch.no_grad():
+        load(own_weights, weights)
+        load(own_moments, moments)
+    if how == "torch":
+        set_state_dict(other, loaded, model_state_dict=own_weights, optim_state_dict=own_moments, options=full)
+    for model, optimizer in ((one, saved), (other, loaded)):
+        model.weight.grad = values_of(3, WIDTH, WIDTH)
+        optimizer.step()
+    assert torch.equal(one.weight, other.weight)
+    masters = [next(iter(optimizer.masters().values())) for optimizer in (saved, loaded)]
+    assert torch.equal(*masters)

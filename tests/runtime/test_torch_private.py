@@ -531,6 +531,35 @@ def test_left_by_compilers() -> None:
     assert seen == [False]
 
 
+def test_with_load_hooks() -> None:
+    """The hooks and their order are those of torch's own optimizers; a hook may edit its copy, or return another."""
+    called: dict[str, list[Any]] = {"torch": [], "ours": []}
+
+    class Ours(torch.optim.SGD):
+        @private.with_load_hooks
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.param_groups[0]["lr"] = state_dict["param_groups"][0]["lr"]
+
+    for kind, cls in (("torch", torch.optim.SGD), ("ours", Ours)):
+        said, optimizer = called[kind], cls([nn.Parameter(torch.zeros(2))], lr=1.0)
+
+        def edits(optimizer: Any, state: dict[str, Any], said: Any = said) -> None:
+            said.append(("edits", optimizer.param_groups[0]["lr"]))
+            state["param_groups"] = [{**state["param_groups"][0], "lr": 2.0}]
+
+        def returns(optimizer: Any, state: dict[str, Any], said: Any = said) -> dict[str, Any]:
+            said.append(("returns", state["param_groups"][0]["lr"]))
+            return {**state, "param_groups": [{**state["param_groups"][0], "lr": 3.0}]}
+
+        optimizer.register_load_state_dict_pre_hook(edits)
+        optimizer.register_load_state_dict_pre_hook(returns)
+        optimizer.register_load_state_dict_post_hook(lambda one, said=said: said.append(one.param_groups[0]["lr"]))
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        said.append(saved["param_groups"][0]["lr"])
+    assert called["ours"] == called["torch"] == [("edits", 1.0), ("returns", 2.0), 3.0, 1.0]
+
+
 def test_passed_over_by_compilers() -> None:
     """After a break of a graph, what is decorated is not compiled, nor what it calls; others are."""
     compiled: list[str] = []

@@ -140,10 +140,10 @@ class ByRule(MasterWeights):
         super()._forget()
         self._updates, self._members = {}, {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like MasterWeights.load_state_dict. Converts states from fp32, other recipes, and torchao's and bitsandbytes'
-        AdamW. The bytes of the latter are kept if this optimizer's recipe has the same layout."""
-        super().load_state_dict(foreign_states.translated(state_dict, self._rule.moments))
+    def _in_own_words(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Also of torchao's and bitsandbytes' AdamW. Their bytes are kept if this optimizer's recipe has the same
+        layout."""
+        return super()._in_own_words(foreign_states.translated(state_dict, self._rule.moments))
 
     def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
         """Converts states that are in fp32 or in other recipes."""

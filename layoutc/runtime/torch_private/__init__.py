@@ -10,7 +10,7 @@ import datetime
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -60,6 +60,22 @@ def passed_over_by_compilers(function: Any) -> Any:
     skip = _eval_frame._FrameAction.SKIP
     _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     return function
+
+
+def with_load_hooks(load: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
+    """A decorator: an optimizer's `load_state_dict` calls the hooks that users have registered, as torch's own does."""
+
+    @wraps(load)
+    def loads(self: Any, state_dict: dict[str, Any]) -> None:
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = hook(self, state_dict)
+            state_dict = state_dict if given is None else given
+        load(self, state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    return loads
 
 
 #: Whether torch.jit.trace is recording.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.sharding import cards, meshes, registry
 from layoutc.runtime.storage import initial_values
-from layoutc.runtime.torch_private import left_by_compilers
+from layoutc.runtime.torch_private import left_by_compilers, with_load_hooks
 from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.train.replaced_parameters import FollowsParameters, places
 from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, local_of, same, stamp
@@ -35,8 +35,8 @@ class MasterWeights(FollowsParameters):
     A master starts from the values that its weight was quantized from; quantize_ and quantized_init keep them until
     then. Without them, the master starts from the dequantized weight, and the first step warns. If something else
     writes a weight between steps (a checkpoint, an initializer), its master takes over the new values at the next step.
-    Masters that `load_state_dict` loaded in between win, once. Arithmetic in place, such as `param.mul_(0.999)` in a
-    hook, starts from the master's values.
+    Masters that were loaded in between win, once, also if a state dict was loaded in place. Arithmetic in place, such
+    as `param.mul_(0.999)` in a hook, starts from the master's values.
 
     `param_groups` and `state` are keyed by the model's parameters, so learning-rate schedulers and
     torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and "master".
@@ -58,12 +58,13 @@ class MasterWeights(FollowsParameters):
     """
 
     STEPS_MASTERS = True  # `update_warnings` does not warn of it
-    _KEPT: tuple[str, ...] = ("_kept", "_gradients", "_rewriting", "_captured")  # which copies compute again
+    _KEPT: tuple[str, ...] = ("_kept", "_gradients", "_rewriting", "_captured", "_handed")  # which copies compute again
 
     _kept: Sequence[Entry] = ()  # from step to step; never copied or pickled
     _gradients = Gradients()
     _rewriting: WriteBack | None = None
     _captured: Sequence[Any] = ()  # holds the tables that launches in CUDA graphs read, also when steps use others
+    _handed: Mapping[Entry, Any] = {}  # stamps of masters that state dicts share, until a step
 
     BY_RULE: type[MasterWeights]  # the class for `state` or `masters`; optim/by_rule.py sets it
 
@@ -108,7 +109,7 @@ class MasterWeights(FollowsParameters):
         inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
         self._check_kinds()
         self._refresh_masters()
-        self._loaded = False
+        self._loaded, self._handed = False, {}
         self._advance(self._entries())
         self._places.clear()
         return loss
@@ -168,7 +169,7 @@ class MasterWeights(FollowsParameters):
         self._rewrite([entry for entry in self._entries() if entry.trains])
 
     def _rewrite(self, entries: list[Entry]) -> None:
-        self._loaded = False
+        self._loaded, self._handed = False, {}
         WriteBack(entries)()
         for entry in entries:
             entry.stamp = stamp(entry.param)
@@ -183,6 +184,7 @@ class MasterWeights(FollowsParameters):
         finally:
             self.state = states
 
+    @with_load_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the masters and the inner optimizer's state, in fp32 as they were saved.
 
@@ -191,7 +193,7 @@ class MasterWeights(FollowsParameters):
         or shapes do not match.
         """
         self._follow()
-        state_dict = inner_optimizer.in_own_words(self.inner, state_dict)
+        state_dict = self._in_own_words(state_dict)
         saved_groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes[0] != sizes[1]:
@@ -219,6 +221,7 @@ class MasterWeights(FollowsParameters):
         self._follow()
         if not self._loaded:
             self._refresh_masters()
+        self._handed = {entry: stamp(entry.master) for entry in self._entries()}
 
     def masters(self) -> dict[Tensor, Tensor]:
         """Maps each parameter, in group order, to its master, sharded alike. For averages and exports.
@@ -350,7 +353,7 @@ class MasterWeights(FollowsParameters):
             else:
                 if entry.holds_master:
                     continue
-                if not self._loaded:
+                if not self._loaded and self._handed.get(entry, now := stamp(entry.master)) == now:
                     self._take_values(param, entry.master, entry.written)
                 elif isinstance(local := local_of(param), QuantizedTensor):
                     initial_values.free(local.store)  # loaded masters win
@@ -373,9 +376,8 @@ class MasterWeights(FollowsParameters):
         entries, moved = iter(self._entries()), []
         for group in self.param_groups:
             moves = self._moves(group)
-            moved += [
-                entry for entry in islice(entries, len(group["params"])) if moves and entry.param.grad is not None
-            ]
+            here = islice(entries, len(group["params"]))
+            moved += [entry for entry in here if moves and entry.param.grad is not None]
         if self._coarse and (coarse := [entry.param for entry in moved if entry.param in self._coarse]):
             update_warnings.warn_of_coarse(*self._recipes[coarse[0]], len(coarse))
             self._coarse.clear()

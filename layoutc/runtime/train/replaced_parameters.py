@@ -7,7 +7,7 @@ takes over its part of the old one's master, which is finer than what the parame
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
@@ -126,6 +126,9 @@ class FollowsParameters(torch.optim.Optimizer):
 
     def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
         raise NotImplementedError
+
+    def _in_own_words(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        return inner_optimizer.in_own_words(self.inner, state_dict)
 
     @torch.no_grad()
     def _follow(self) -> None:
