@@ -29,8 +29,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", hostile.HOSTILE)
+@pytest.mark.sample(len(hostile.HOSTILE))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.thorough if name in hostile.LARGE else ()) for name in hostile.HOSTILE],
+)
 def test_a_hostile_checkpoint_is_refused(name: str, sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "checkpoint"))
     make, words = hostile.HOSTILE[name]

@@ -269,25 +269,33 @@ def restores_often(folder: Path) -> None:
 
 
 DEEP = b"[" * 1_000_000
-STEP: dict[str, bytes] = {  # programs in the place of a plain value
-    "a tuple of tuples as a key": b"\x80\x02}" + TUPLES + b"Ns.",
-    "tuples a million deep as a key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
-    "a bytearray of a size": b"\x80\x02" + named("builtins", "bytearray") + b"\x8a\x05\0\0\0\0\x10\x85R.",
-    "a tensor of a size": b"\x80\x02" + named("torch", "Tensor") + b"\x8a\x05\0\0\0\0\x10\x85R.",
-    "a value that is not there": b"\x80\x02\x86.",
-}
-VERSION: dict[str, bytes] = {  # what makes the version in .metadata
-    "nested lists": LISTS,
-    "a tuple of tuples": TUPLES,
-    "a key of tuples": b"}" + TUPLES + b"Ns",
-    "paths in paths": doubled(60, named("pathlib", "PurePosixPath") + text("abcd") + b"\x85R",
-                              named("pathlib", "PurePosixPath") + b"%%\x86R"),
-    "a layout of tuples": named("torch.serialization", "_get_layout") + TUPLES + b"\x85R",
-    "sizes of a long list": b"](" + b"K\1" * 50_000 + b"e" + put(0) + b"0("
-                            + (named("torch", "Size") + get(0) + b"\x85R") * 20_000 + b"t",
-    "states of many fields": b"}(" + b"".join(text(f"{n}") + b"N" for n in range(20_000)) + b"u" + put(0) + b"0("
-                             + (named(METADATA, "StorageMeta") + b")\x81" + get(0) + b"b")
-                             * 5_000 + b"t",
+TUPLED = "nests tuples too often"
+STEP: dict[str, tuple[bytes, str]] = {  # programs in the place of a plain value
+    "a tuple of tuples as a key": (b"\x80\x02}" + TUPLES + b"Ns.", TUPLED),
+    "tuples a million deep as a key": (b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.", TUPLED),
+    "a bytearray of a size": (
+        b"\x80\x02" + named("builtins", "bytearray") + b"\x8a\x05\0\0\0\0\x10\x85R.", "can't be read"
+    ),
+    "a tensor of a size": (
+        b"\x80\x02" + named("torch", "Tensor") + b"\x8a\x05\0\0\0\0\x10\x85R.", "can't be read"
+    ),
+    "a value that is not there": (b"\x80\x02\x86.", "uses values that it has not made"),
+}  # fmt: skip
+VERSION: dict[str, tuple[bytes, str]] = {  # what makes the version in .metadata
+    "nested lists": (LISTS, "its version is of type list"),
+    "a tuple of tuples": (TUPLES, TUPLED),
+    "a key of tuples": (b"}" + TUPLES + b"Ns", TUPLED),
+    "paths in paths": (doubled(60, named("pathlib", "PurePosixPath") + text("abcd") + b"\x85R",
+                               named("pathlib", "PurePosixPath") + b"%%\x86R"), "a path is not made of text"),
+    "a layout of tuples": (named("torch.serialization", "_get_layout") + TUPLES + b"\x85R", TUPLED),
+    "sizes of a long list": (b"](" + b"K\1" * 50_000 + b"e" + put(0) + b"0("
+                             + (named("torch", "Size") + get(0) + b"\x85R") * 20_000 + b"t", "more than 64 dims"),
+    "states of many fields": (b"}(" + b"".join(text(f"{n}") + b"N" for n in range(20_000)) + b"u" + put(0) + b"0("
+                              + (named(METADATA, "StorageMeta") + b")\x81" + get(0) + b"b")
+                              * 5_000 + b"t", "StorageMeta has an invalid state"),
+    "a state whose fields are numbers": (named(METADATA, "StorageMeta") + b")\x81}K\1Nsb",
+                                         "StorageMeta has an invalid state"),
+    "a state that is no dict": (named(METADATA, "StorageMeta") + b")\x81](K\1eb", "StorageMeta has an invalid state"),
 }  # fmt: skip
 
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -312,8 +320,13 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{name} that is a pipe": (lambda f, name=name: to_fifo(f / name), "not a regular file|is missing|has 0 bytes")
         for name in (".metadata", "layoutc.json", "__0_0.distcp")
     },
-    **{name: (lambda f, made=made: with_program(f, VALUE, made), "") for name, made in STEP.items()},
-    **{f"{name} in .metadata": (lambda f, made=made: with_version(f, made), "") for name, made in VERSION.items()},
+    **{
+        name: (lambda f, made=made: with_program(f, VALUE, made), words) for name, (made, words) in STEP.items()
+    },
+    **{
+        f"{name} in .metadata": (lambda f, made=made: with_version(f, made), words)
+        for name, (made, words) in VERSION.items()
+    },
     "many chunks": (many_chunks, "in a way that no save produces"),
     "a size of many dims": (
         lambda f: with_version(f, named("torch", "Size") + b"(" + b"K\2" * 70 + b"t\x85R"),
@@ -336,3 +349,4 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "has the key 'format' twice",
     ),
 }  # fmt: skip
+LARGE = {"80,000 records", "many chunks"}  # which take ten seconds each
