@@ -120,27 +120,27 @@ def _activations(
         return {}
     shared = of_input(x)
     found: dict[str, Buffers] = {n: shared[key] for n, way in ways.items() if (key := (recipe, n, way)) in shared}
-    missing = {name: way for name, way in ways.items() if way != "dequantize" and name not in found}
-    if not missing:
-        return found
+    missing = {name: way for name, way in ways.items() if name not in found}
     made = _quantized(recipe, x.reshape(-1, k), missing, in_backward)
     shared.update({(recipe, name, ways[name]): buffers for name, buffers in made.items()})
     return found | made
 
 
 def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: bool = False) -> dict[str, Buffers]:
-    """(tokens, features) -> for each orientation, by name: buffers for a kernel, planes for the reference.
+    """(tokens, features) -> for each orientation in low precision: buffers for a kernel, planes for the reference.
 
     in_backward: x comes from forward. A traced graph must quantize it in backward; only an amax may move to forward.
     """
+    ways = {name: way for name, way in ways.items() if way != "dequantize"}
+    if not ways:
+        return {}
     layout, for_kernel = recipe.LAYOUT, tuple([name for name, way in ways.items() if way == "kernel"])
     if len(for_kernel) == len(ways) and not traced(x):
         buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled), True)
         return _split(layout, buffers, ways)
     made: dict[str, Buffers] = {}
-    low = any(way != "dequantize" for way in ways.values())
     # Both orientations share a seed: a traced graph would merge two draws into one.
-    seed = operators.seed_of(recipe, x) if low else None
+    seed = operators.seed_of(recipe, x)
     amax = amax_in_graphs.amax_of(recipe, x) if for_kernel else None
     with computed_in_backward() if in_backward else nullcontext():
         x = again(x) if in_backward else x
