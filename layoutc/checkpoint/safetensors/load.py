@@ -307,14 +307,14 @@ def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
         _write_planes(param, local, source, slices)
         if completing.lacking(local, source.planes):  # planes that other formats don't store
             groups, row_sharding = _sharing(name, param, local)
-            tag = shards.tag(local) if groups else None
-            completing.complete_(local, source.planes, groups=groups or None, tag=tag, row_sharding=row_sharding)
+            tag = shards.tag(local)
+            completing.complete_(local, source.planes, groups=groups, tag=tag, row_sharding=row_sharding)
         return
     values = values_of(step, slices)
     if isinstance(local, QuantizedTensor):
         # Like copy_, but also for shards that fully_shard did not make.
         groups, row_sharding = _sharing(name, param, local)
-        shared = {"group": groups or None, "tag": shards.tag(local) if groups else None, "row_sharding": row_sharding}
+        shared = {"group": groups or None, "tag": shards.tag(local), "row_sharding": row_sharding}
         values = values.to(local.device).contiguous()
         weights.quantize(type(local), values, out=local, restart=True, amax=amax, **shared)
     elif isinstance(local, CastOnGather):

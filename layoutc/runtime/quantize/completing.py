@@ -47,7 +47,7 @@ def complete_(
     held = part((given,), torch.float32)
     matrix = weights.as_matrix(held.dequantize(torch.float32), (target.store.rows, target.store.matrix[1]))
     amax = target.store.planes["amax"] if "amax" in planes else None
-    current = agree_on_amax(cls, matrix, amax, None if amax is not None else groups, tag)
+    current = agree_on_amax(cls, matrix, amax, groups, tag)
     others = part(rest, target.dtype)
     weights.overwrite_(cls, [others], with_halos([layout], [matrix], [row_sharding]), [current])
     written([target])

@@ -254,7 +254,7 @@ def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None
     (groups, tag), row_sharding = shards.amax_groups(like), shards.row_sharding(like)
     if row_sharding is not None and row_sharding.splits_blocks(like.LAYOUT) and not groups:
         check_same(shards.tag(like), row_sharding.group, x.device)
-    shared = {"group": groups or None, "tag": tag if groups else None, "row_sharding": row_sharding}
+    shared = {"group": groups or None, "tag": tag, "row_sharding": row_sharding}
     quantize(type(target), x, out=target, restart=True, **shared)  # type: ignore[arg-type]
 
 
