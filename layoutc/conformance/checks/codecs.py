@@ -151,7 +151,7 @@ def _anchors(subject: Subject, source: Source) -> list[tuple[float, float]]:
         anchor = float(F32(largest * 2.0**exponent))
         for amax in (anchor, *wide):
             multiplier, _ = _affine(subject, source, anchor, amax)
-            if np.isfinite(multiplier) and multiplier > 0 and np.frexp(multiplier)[0] == 0.5:
+            if np.frexp(multiplier)[0] == 0.5:
                 reach = float(anchor * multiplier) / largest
                 exact.append((-min(reach, 1.0), anchor, amax))
     exact.sort(key=lambda item: (item[0], item[1] != largest))

@@ -26,11 +26,7 @@ Job = tuple[str, str, int, int]  # the package's folder and name, width, seed
 
 
 class Different(AssertionError):
-    """Raised if bytes differ that should be equal; the parent process prints `message`."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+    """Raised if bytes differ that should be equal; the parent process prints it."""
 
 
 class Net(nn.Module):
@@ -248,4 +244,4 @@ def reshard(subject: Subject) -> None:
                 raise Failure(str(error).splitlines()[-1], shape=(job[2], job[2]), seed=subject.seed) from None
             raise Skipped("one scale covers all rows, so loading a weight in parts is refused") from None
         except Different as different:
-            raise Failure(different.message, shape=(job[2], job[2]), seed=subject.seed) from None
+            raise Failure(str(different), shape=(job[2], job[2]), seed=subject.seed) from None
