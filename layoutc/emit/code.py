@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable
 
 from layoutc.plan.conversions import Constant, Conversion, Dtype, NanCode, Table
 
@@ -44,9 +45,9 @@ def commented(line: str, doc: str, longest: int) -> Lines:
     return (ended,) if len(ended) <= longest else (f"# {doc}", line)
 
 
-def indented(lines: Lines, steps: int = 1) -> Lines:
-    """Indents lines by some steps."""
-    return tuple(f"{'    ' * steps}{line}" if line else "" for line in lines)
+def indented(lines: Iterable[str]) -> list[str]:
+    """Indents lines by one step."""
+    return [f"    {line}" if line else "" for line in lines]
 
 
 def wrapped(lines: Lines, width: int) -> Lines:

@@ -268,5 +268,4 @@ def _bytes_text(layout: Layout) -> str:
 
 def bytes_of(source: Source) -> Fraction:
     """The bytes of a source's planes per element, for a large weight of whole blocks."""
-    whole = [plane for plane in source.planes if plane.per_m is not None and plane.per_k is not None]
-    return sum((Fraction(p.bits, 8) / ((p.per_m or 1) * (p.per_k or 1)) for p in whole), Fraction(0))
+    return sum((Fraction(p.bits, 8 * p.per_m * p.per_k) for p in source.planes if p.per_m and p.per_k), Fraction(0))

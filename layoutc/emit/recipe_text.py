@@ -353,7 +353,7 @@ def _laying_out(name: str, layout: Layout, sizes: Sizes) -> list[str]:
     for record in layout.records:
         if record.orientation == name:
             lines += [f"# {', '.join(record.made_by)}", f'buffers["{record.name}"] = {join_record(record)}']
-    return [f'if "{name}" in orientations:', *indented(tuple(lines))] if lines else []
+    return [f'if "{name}" in orientations:', *indented(lines)] if lines else []
 
 
 def _multiples(layout: Layout) -> str:
