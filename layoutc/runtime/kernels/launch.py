@@ -130,10 +130,10 @@ def registers(device: torch.device, most: int | None) -> int | None:
 
 
 def planes(
-    layout: Layout, m: int, k: int, orientations: Sequence[str], device: torch.device, out: Out = None
+    layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device, out: Out = None
 ) -> dict[str, Tensor]:
     """The planes of orientations for a kernel to write: those of `out`, or new ones. Raises as checked_planes."""
-    facts = plane_facts(layout, m, k, tuple(orientations))
+    facts = plane_facts(layout, m, k, orientations)
     return new(facts, device) if out is None else checked_planes(layout, facts, out)
 
 

@@ -156,7 +156,7 @@ _NEUTRAL = {"cautious_factor": 1.0}  # other options are neutral if false
 def of_class(optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[Rule, Any]:
     """The rule of an optimizer and the options of its groups. Raises ValueError for optimizers without a rule."""
     probe = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
-    given, kind = dict(probe.defaults), type(probe)
+    given, kind = probe.defaults, type(probe)
     rules: dict[type, Rule] = {torch.optim.AdamW: ADAMW, torch.optim.Adam: ADAM, torch.optim.SGD: SGD}
     rule = LION if kind.__name__ == "Lion" else rules.get(kind)
     if rule is None:
