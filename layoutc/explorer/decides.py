@@ -41,9 +41,7 @@ class Line:
 def spec_lines(layout: Layout, text: str, path: str) -> tuple[Line, ...]:
     """The lines of a sound spec."""
     source, _ = yaml_source.read(text, path)
-    lines = text.split("\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
+    lines = text.rstrip().split("\n")
     parts: list[dict[str, None]] = [{} for _ in lines]
     # List items have no key.
     for key, span in {**source.values, **source.keys}.items() if source else ():
