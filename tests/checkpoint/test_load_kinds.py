@@ -64,6 +64,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sample(len(REFUSED))
 @pytest.mark.parametrize(("dtype", "kind", "words"), REFUSED)
 def test_what_can_not_be_converted_is_refused_before_anything_is_written(
     dtype: torch.dtype, kind: str, words: str, tmp_path: Path

@@ -94,6 +94,8 @@ def test_recipes_that_nobody_ships_pass(path: Path) -> None:
         outcomes = list(run_checks(subject, lambda check: not check.needs_processes))
     finally:
         subject.close()
+    root = subject.package.__name__.partition(".")[0]
+    assert not [name for name in sys.modules if name.partition(".")[0] == root]
     assert not failures(outcomes), failures(outcomes)
 
 

@@ -177,6 +177,16 @@ def test_plain_files_are_loaded_under_one_amax(two: Ranks, use: str, tmp_path: P
     assert two.run(files, str(tmp_path), use) == [True, True]
 
 
+def test_weights_without_values_stand_aside() -> None:
+    """A layer on the meta device, which a load fills later, before one that has its values."""
+    model = model_of_one("nvfp4")
+    plain = {f"1.{name}": param.detach() for name, param in model[1].named_parameters()}
+    model[0].to("meta")
+    layoutc.quantize_(model, "nvfp4", share_amax=GROUPS)
+    found = {f"1.{name}": one for name, one in bytes_of(model[1]).items()}
+    assert found == expected("nvfp4", plain)
+
+
 def test_groups_that_can_not_be_are_refused_before_anything_changes() -> None:
     for recipe, fused, message in (
         ("int8_rowwise", True, "int8_rowwise has no scale that follows the amax of a whole weight"),

@@ -114,6 +114,7 @@ def receives(recipe: str, name: str) -> list[str]:
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(weight, plain.chunk(2)[0].contiguous()),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(weight, torch.cat([plain, plain])),
         "all_to_all_single": lambda: dist.all_to_all_single(weight, plain),
+        "coalesced": lambda: coalesced([plain.clone(), weight], plain.chunk(2)[0].contiguous()),
     }
     said = ""
     try:
@@ -125,6 +126,14 @@ def receives(recipe: str, name: str) -> list[str]:
     return [said] if said else []
 
 
+def coalesced(into: list[Tensor], sent: Tensor) -> None:
+    """Of which the first may be received."""
+    with dist._coalescing_manager():
+        for one in into:
+            dist.all_gather_into_tensor(one, sent)
+
+
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -133,6 +142,7 @@ def receives(recipe: str, name: str) -> list[str]:
         ("all_gather_into_tensor", [0, 1]),
         ("reduce_scatter_tensor", [0, 1]),
         ("all_to_all_single", [0, 1]),
+        ("coalesced", [0, 1]),
     ],
 )
 def test_what_would_be_received_and_lost_is_refused(two: Ranks, name: str, ranks: list[int]) -> None:

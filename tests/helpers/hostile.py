@@ -117,6 +117,12 @@ def zipped(content: dict[str, bytes], before: bytes = b"") -> bytes:
     return file.getvalue()
 
 
+def renamed(folder: Path, name: Any) -> None:
+    metadata = metadata_of(folder)
+    metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop(PLAIN)
+    put_metadata(folder, metadata)
+
+
 def with_program(folder: Path, name: str, program: bytes) -> None:
     """An item whose pickle is another one."""
     content = records(item(folder, name))
@@ -273,6 +279,7 @@ TUPLED = "nests tuples too often"
 STEP: dict[str, tuple[bytes, str]] = {  # programs in the place of a plain value
     "a tuple of tuples as a key": (b"\x80\x02}" + TUPLES + b"Ns.", TUPLED),
     "tuples a million deep as a key": (b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.", TUPLED),
+    "tuples beside empty ones as a key": (b"\x80\x02})" + b")\x86" * 1_000_000 + b"Ns.", TUPLED),
     "a bytearray of a size": (
         b"\x80\x02" + named("builtins", "bytearray") + b"\x8a\x05\0\0\0\0\x10\x85R.", "can't be read"
     ),
@@ -280,6 +287,8 @@ STEP: dict[str, tuple[bytes, str]] = {  # programs in the place of a plain value
         b"\x80\x02" + named("torch", "Tensor") + b"\x8a\x05\0\0\0\0\x10\x85R.", "can't be read"
     ),
     "a value that is not there": (b"\x80\x02\x86.", "uses values that it has not made"),
+    "a call of what is not there": (b"\x80\x02NR.", "uses values that it has not made"),
+    "a number that stands for nothing": (b"\x80\x02h\x05.", "uses values that it has not made"),
 }  # fmt: skip
 VERSION: dict[str, tuple[bytes, str]] = {  # what makes the version in .metadata
     "nested lists": (LISTS, "its version is of type list"),
@@ -327,6 +336,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{name} in .metadata": (lambda f, made=made: with_version(f, made), words)
         for name, (made, words) in VERSION.items()
     },
+    "an entry whose name is a number": (lambda f: renamed(f, 3), "an entry has the name 3"),
+    "an entry with a long name": (lambda f: renamed(f, "a" * 2**17), "an entry has the name 'aa"),
     "many chunks": (many_chunks, "in a way that no save produces"),
     "a size of many dims": (
         lambda f: with_version(f, named("torch", "Size") + b"(" + b"K\2" * 70 + b"t\x85R"),

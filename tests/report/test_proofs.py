@@ -20,7 +20,7 @@ from layoutc.cli.app import main
 from layoutc.layout import chain
 from layoutc.layout.chain import Chain
 from layoutc.plan.plan import Plan, derive
-from layoutc.report import proofs, proofs_of_files
+from layoutc.report import proofs, proofs_of_files, proofs_of_values
 from layoutc.report.proofs import Proof, failures, prove
 from layoutc.report.proofs_of_files import OF_FILES
 from layoutc.report.proofs_of_values import transforms_cancel
@@ -272,6 +272,20 @@ def test_a_swizzle_that_loses_a_part_is_refuted() -> None:
     assert swizzle is not None
     twice = replace(swizzle, order=tuple("a" if name == "b" else name for name in swizzle.order))
     assert failing(replace(plan, layout=replace(plan.layout, swizzle=twice))) == {"rowwise_scale, columnwise_scale"}
+
+
+def test_random_bits_that_two_orientations_share_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs_of_values, "stream_of", lambda source: 0)
+    assert failing(recipe("nvfp4_gradient")) == {"random bits"}
+
+
+def test_a_transform_with_one_row_that_grows_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = proofs_of_values._matrix
+    monkeypatch.setattr(
+        proofs_of_values, "_matrix", lambda one: [*matrix(one)[:-1], [3 * entry for entry in matrix(one)[-1]]]
+    )
+    found = [one.counter for one in proofs_of_values.transforms_can_be_undone(recipe("nvfp4_gradient"))]
+    assert "one may be 12 times as large" in found
 
 
 @pytest.mark.parametrize(

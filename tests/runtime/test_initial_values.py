@@ -254,6 +254,14 @@ def test_a_part_of_a_weight_whose_rest_has_no_values() -> None:
     assert torch.equal(master_of(module), expected)
 
 
+def test_a_transposed_stack_gives_its_values_transposed() -> None:
+    model, values = nn.Module(), values_of(shape=(2, 64, 96))
+    model.experts = nn.Parameter(values.clone())
+    layoutc.quantize_(model, "mxfp8", param_filter=["experts"])
+    turned: Any = model.experts.data.transpose(-2, -1)
+    assert torch.equal(turned.initial_values(torch.float32), values.transpose(-2, -1))
+
+
 def test_loading_plain_values_keeps_them(tmp_path: Path) -> None:
     """load_state_dict, checkpoint.load(convert=True) and load_safetensors."""
     plain = {"weight": values_of(1)}

@@ -104,3 +104,12 @@ def test_templates_have_no_memory(shape: tuple[int, ...]) -> None:
     assert (made.shape, made.dtype, made.stride()) == (usual.shape, usual.dtype, usual.stride())
     assert made.untyped_storage().nbytes() == usual.untyped_storage().nbytes()
     assert made.data_ptr() != torch.empty_like(template).data_ptr()
+
+
+def test_one_launch_takes_weights_of_any_rows() -> None:
+    """Threads move 16 bytes at a time where columns are aligned, however many rows there are."""
+    shapes = [(16, 64), (24, 64), (7, 64)]
+    kernels, weights = import_module("layoutc.recipes.fp8_rowwise.kernels").KERNELS, weights_of("fp8_rowwise", shapes)
+    outs = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    together, alone = kernels.into(weights, "rowwise", outs, [None] * 3)
+    assert (len(together._launches), alone) == (1, [])
