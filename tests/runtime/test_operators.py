@@ -378,3 +378,37 @@ def test_planes_and_a_shape_make_a_tensor(name: str) -> None:
     assert again.store.matrix == made.store.matrix == layout.check_shape(made.shape)
     assert again.store.stack == made.store.stack
     assert torch.equal(again.dequantize(), made.dequantize())
+
+
+@pytest.mark.parametrize("use", [layoutc.quantize_, layoutc.cast_on_gather_])
+def test_compiled_code_reads_what_eager_code_reads_of_a_weight(use: Callable[..., Any]) -> None:
+    """torch.compile takes no attribute for None in a tensor whose class has __getattr__ (torch 2.11 to 2.14)."""
+    model = torch.nn.Linear(256, 256)
+    use(model, "fp8_current")
+    model.weight.scale_of_rank = None  # as trainers mark parameters
+
+    def marked(x: torch.Tensor) -> torch.Tensor:
+        return x + (1 if model.weight.scale_of_rank is None else 2)
+
+    compiled = torch.compile(marked, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == marked(torch.zeros(1)) == 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_compiled_buffers(name: str) -> None:
+    """The graph breaks at a method that returns a dict; what is left gives the same buffers, and of many weights."""
+
+    def lay_out(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return recipe(name).quantize(x * 2).buffers()  # type: ignore[no-any-return]
+
+    def lay_out_all(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return layoutc.buffers_of([recipe(name).quantize(x * 2)])[0]
+
+    x = weight(name, 2, 3)
+    torch.manual_seed(0)
+    expected = lay_out(x)
+    for function in (lay_out, lay_out_all):
+        torch.manual_seed(0)
+        made = torch.compile(function, backend="eager")(x)
+        assert list(made) == list(expected)
+        assert all(same(made[buffer], expected[buffer]) for buffer in expected)

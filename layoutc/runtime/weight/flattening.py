@@ -115,7 +115,7 @@ def _plane(name: str, tensor: PlaneTensor) -> Tensor:
     planes = tensor.store.planes
     found: Tensor | None = getattr(planes, "handle", None) if name == _HANDLE else planes.get(name)
     if found is None:
-        raise AttributeError(name)  # Python then calls __getattr__, which says more
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
     return found
 
 

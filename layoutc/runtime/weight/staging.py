@@ -5,6 +5,7 @@ It allocates room by zeros_like, as optimizers do for plain state. So the result
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,20 +27,26 @@ def room_for(tensor: PlaneTensor, device: torch.device | str) -> PlaneTensor | N
     return tensor.with_planes(planes)
 
 
-def chunk_protocol(tensor: PlaneTensor, name: str) -> Any:
-    """The chunk protocol of torch.distributed.checkpoint, for a shard without rows of a recipe with shared planes.
+def chunk_list(tensor: PlaneTensor) -> Callable[[], list[Any]]:
+    """`__create_chunk_list__` of torch.distributed.checkpoint, for a shard without rows of a recipe with shared planes.
 
     Such a shard still holds the planes that all rows share (an amax), but a tensor without elements is not loaded. So
-    it asks for the weight's first row and keeps its shared planes. None for other tensors, which DCP reads itself.
+    it asks for the weight's first row and keeps its shared planes. Raises AttributeError for other tensors, which DCP
+    reads itself.
     """
-    if not tensor.LAYOUT.shared or tensor.dim() < 2 or tensor.shape[0] or 0 in tensor.shape[1:]:
-        return None
-    size = torch.Size((1, *tensor.shape[1:]))
+    size = _first_row(tensor, "__create_chunk_list__")
 
     def chunks() -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)]
+
+    return chunks
+
+
+def chunk_of(tensor: PlaneTensor) -> Callable[[Any], PlaneTensor]:
+    """`__get_tensor_shard__`, as `chunk_list`."""
+    size = _first_row(tensor, "__get_tensor_shard__")
 
     def shard(index: Any) -> PlaneTensor:
         if index.offset is not None and any(index.offset):  # a save writes the shard itself
@@ -50,4 +57,10 @@ def chunk_protocol(tensor: PlaneTensor, name: str) -> Any:
         into.halo, into.writes, first.padding = Halo(0, into.halo.after), tensor.store.writes, NOT_PADDED
         return first  # type: ignore[no-any-return]
 
-    return {"__create_chunk_list__": chunks, "__get_tensor_shard__": shard}[name]
+    return shard
+
+
+def _first_row(tensor: PlaneTensor, name: str) -> torch.Size:
+    if not tensor.LAYOUT.shared or tensor.dim() < 2 or tensor.shape[0] or 0 in tensor.shape[1:]:
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
+    return torch.Size((1, *tensor.shape[1:]))

@@ -162,10 +162,9 @@ class QuantizedTensor(PlaneTensor):
     def _stable_hash_for_caching(self) -> str:
         return flattening.digest(self.KEY, self)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("__create_chunk_list__", "__get_tensor_shard__") and (method := staging.chunk_protocol(self, name)):
-            return method
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    # Properties, as a class with __getattr__ has no attribute that is None to torch.compile: torch 2.11 to 2.14.
+    __create_chunk_list__ = property(staging.chunk_list)
+    __get_tensor_shard__ = property(staging.chunk_of)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickled as `stored_form` writes it: plain tensors and plain metadata."""
