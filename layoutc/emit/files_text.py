@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from layoutc.layout.bindings import Files
 from layoutc.layout.layout import Layout
 from layoutc.runtime.bindings.facts import EXPERTS, FUSED, MATRICES, REST, Binding, BoundPlane, Codes, RecordBinding
-from layoutc.spec.notation import AS_STORED, FileLayout
+from layoutc.spec.notation import AS_STORED
 
 CODEBOOK = "CODEBOOK"  # the name of the elements' codebook
 LINE = 116  # characters of values
@@ -47,16 +47,13 @@ def _codebooks(layout: Layout) -> dict[tuple[float, ...], str]:
 
 
 def _binding(files: Files, names: Names) -> list[str]:
-    binding, orders = files.binding, files.layouts
-    planes = [f'"{name}": {code(plane, names)},{_comment(orders[name])}' for name, plane in binding.planes.items()]
+    binding, orders = files.binding, {name: one for name, one in files.layouts.items() if one is not None}
+    comments = {name: f"  # {one.pattern}" for name, one in orders.items() if one != AS_STORED}
+    planes = [f'"{name}": {code(one, names)},{comments.get(name, "")}' for name, one in binding.planes.items()]
     lines = [f'"{binding.name}": Binding(']
     for one in _arguments(binding._replace(planes={}), names):
         lines += ["planes={", *planes, "},"] if one == "planes={}" else [f"{one},"]
     return [*lines, "),"]
-
-
-def _comment(order: FileLayout | None) -> str:
-    return f"  # {order.pattern}" if order is not None and order != AS_STORED else ""
 
 
 def code(fact: object, names: Names) -> str:

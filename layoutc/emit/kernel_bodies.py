@@ -19,9 +19,10 @@ from layoutc.emit.kernel_reading import (
     scale_move,
     transformed,
 )
-from layoutc.layout.layout import Layout, Source, stream_of
+from layoutc.layout.layout import Source, stream_of
 from layoutc.plan.codebooks import codebooks_of, steps_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, QuantizeKernel, SourceKernel
+from layoutc.plan.moves import ScaleMove
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
     functions: list[TileFunction] = []
     if isinstance(kernels.quantize, QuantizeKernel):
         also = " and buffers" if kernels.quantize.fused else ""
+        nbytes = ", ".join(f"{float(bytes_of(source)):.6g} ({source.name})" for source in kernels.layout.sources)
         functions.append(
             TileFunction(
                 "quantize_tile",
                 "tile, source, shared, planes, buffers, at, opts",
-                f"Quantizes a tile of x into planes{also}. {_bytes_text(kernels.layout)}",
+                f"Quantizes a tile of x into planes{also}. Bytes per element: {nbytes}.",
                 _quantize_body(kernels, kernels.quantize),
             )
         )
@@ -143,7 +145,7 @@ def _quantize_source(source: SourceKernel, kernels: Kernels) -> Lines:
             value = kind if level is None else f"{kind}[{place}]"
             covers = {"BLOCK": f"({level.covers.m}, {level.covers.k})"} if level and place else blocks_of(source)
             lines.append(call("lt.store_blocks", plane.name, value, "at", "EVEN", **covers))
-    for move in source.scale_moves:
+    for move in (one for one in source.moves if isinstance(one, ScaleMove)):
         lines += [comment(move), scale_move("lt.store_scales_expanded", "scale", move, ())]
     return tuple(lines)
 
@@ -258,12 +260,6 @@ def _put_elements(source: SourceKernel, codebooks: Codebooks) -> Lines:
     bounded = source.nibbles.is_bounded
     block = {"BLOCK": str(source.units.sizes)} if source.units else blocks_of(source)
     return (call("lt.store_fp4", *arguments, ENCODE=encode, **block, **form, BOUNDED=bounded),)
-
-
-def _bytes_text(layout: Layout) -> str:
-    """A sentence about the bytes that quantizing writes, besides reading x."""
-    parts = [f"{float(bytes_of(source)):.6g} ({source.name})" for source in layout.sources]
-    return f"Bytes per element: {', '.join(parts)}."
 
 
 def bytes_of(source: Source) -> Fraction:

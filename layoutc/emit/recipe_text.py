@@ -133,7 +133,8 @@ def _facts(plan: Plan, sha256: str, planes: list[PlaneText]) -> list[str]:
         "own_amax": plan.own_amax,
         "history": layout.history,
         "pick": layout.pick,
-        "as_stored": _as_stored(layout),
+        "as_stored": {buffer.name: buffer.plane.name for buffer in layout.buffers if _is_stored(buffer)}
+        | ({"amax": "amax"} if _has_amax(layout) else {}),
         "swizzled": tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
         "extremes": plan.extremes,
         "zeros": plan.zeros,
@@ -330,12 +331,6 @@ def _has_amax(layout: Layout) -> bool:
 def _whole(plan: Plan) -> str:
     levels = any(source.quantization.definition.tensor for source in plan.layout.sources)
     return f"level of the whole {plan.noun}, in place of its amax" if levels else f"amax of the whole {plan.noun}"
-
-
-def _as_stored(layout: Layout) -> dict[str, str]:
-    """Buffers that are unchanged planes, in order: the names of both."""
-    stored = {buffer.name: buffer.plane.name for buffer in layout.buffers if _is_stored(buffer)}
-    return stored | ({"amax": "amax"} if _has_amax(layout) else {})
 
 
 def _planes_of(orientation: str, layout: Layout) -> tuple[str, ...]:

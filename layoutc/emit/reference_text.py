@@ -53,6 +53,7 @@ def reference_text(plan: Plan) -> ReferenceText:
     """
     layout, suffixes = plan.layout, suffixes_of(plan.layout)
     own = {suffixes[source.name]: source.quantization for source in layout.sources}
+    first = layout.sources[0]
     kinds = arithmetics_of(layout)
     return ReferenceText(
         arithmetics=[arithmetic_text(quantization, suffix) for suffix, quantization in kinds.items()],
@@ -65,7 +66,7 @@ def reference_text(plan: Plan) -> ReferenceText:
         prologue=_prologue(plan),
         dequantize=_dequantize(layout, suffixes),
         amax_doc=_amax_doc(plan),
-        level=rule_text.level_steps(layout.sources[0].quantization, suffixes[layout.sources[0].name]),
+        level=rule_text.assignments(first.quantization.definition.tensor, first.quantization, suffixes[first.name]),
         stochastic=layout.stochastic,
         swizzle=_swizzle(layout),
         records=[line for record in layout.records for line in _record(record)],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from layoutc.layout.layout import Quantization, Transform
 from layoutc.plan.kernels import inputs_of
-from layoutc.spec.rules import names
+from layoutc.spec.rules import Step, names
 
 ROUNDED = {
     "nearest": "rounded to nearest, ties to even",
@@ -109,26 +109,22 @@ def shifted(values: str, quantization: Quantization, shift: str, *, dialect: Dia
     return f"{scaled(values, quantization, dialect=dialect)} + {shift}"
 
 
-def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
-    """The rule's active steps as assignments, in order. Default dialect: torch."""
-    active = quantization.definition.active_steps(quantization.conditions)
+def assignments(
+    steps: Sequence[Step], quantization: Quantization, suffix: str, dialect: Dialect | None = None
+) -> list[str]:
+    """Steps of a rule as assignments, in order. Default dialect: torch."""
     code = dialect or TORCH
-    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, code)}" for step in active]
+    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, code)}" for step in steps]
 
 
-def level_steps(quantization: Quantization, suffix: str) -> list[str]:
-    """The torch steps that compute what is stored instead of the whole weight's amax; none if the amax is stored."""
-    return [
-        f"{step.name} = {expression(step.expression, quantization, {}, suffix)}"
-        for step in quantization.definition.tensor
-    ]
+def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
+    """The rule's active steps as assignments."""
+    return assignments(quantization.definition.active_steps(quantization.conditions), quantization, suffix, dialect)
 
 
 def error_steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
-    """The steps that compute an element's error, as assignments, in order. Default dialect: torch."""
-    active = quantization.definition.active_error(quantization.conditions)
-    code = dialect or TORCH
-    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, code)}" for step in active]
+    """The steps that compute an element's error, as assignments."""
+    return assignments(quantization.definition.active_error(quantization.conditions), quantization, suffix, dialect)
 
 
 def candidates(quantization: Quantization, suffix: str) -> list[str]:

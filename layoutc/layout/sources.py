@@ -70,14 +70,10 @@ def _level(stated: schema.Super, scale: Format, block: Block, all_formats: Mappi
     """The level under which blocks' scales are stored."""
     covers = _block(stated.block)
     fmt, parameters = all_formats[stated.format], tuple(sorted(stated.parameters.items()))
-    counts = Block(*(_blocks_in(*sizes) for sizes in ((covers.m, block.m), (covers.k, block.k))))
+    sizes = (covers.m, block.m), (covers.k, block.k)  # None: all
+    counts = Block(*(1 if one is None else None if whole is None else whole // one for whole, one in sizes))
     quantization = Quantization(scale, fmt, None, stated.round, stated.rule, parameters, counts, low_first=True)
     return Level(quantization, covers, stated.offset == "mean")
-
-
-def _blocks_in(covered: int | None, size: int | None) -> int | None:
-    """How many blocks a super-block has along an axis; None: all of them."""
-    return 1 if size is None else None if covered is None else covered // size
 
 
 def stated_buffer(orientation: schema.Orientation, plane: Plane) -> schema.Buffer:

@@ -80,7 +80,9 @@ def _weights(module: Any) -> Iterator[Weight]:
                 continue
             shape = tuple(param.shape)
             kind = _kind(owner, key, full, shape)
-            share = float(kind in ("linear", "router") or (kind == "other" and _multiplies(full, shape)))
+            # Or if it looks like the weight of a linear layer, of whatever class.
+            multiplies = kind == "other" and len(shape) == 2 and kind_by_name(full, shape) == "linear"
+            share = float(kind in ("linear", "router") or multiplies)
             if kind == "experts":
                 share = min(1.0, chosen / shape[0])
             first[id(param)] = Weight(full, shape, kind, share, trains=param.requires_grad)
@@ -107,11 +109,6 @@ def _kind(owner: Any, key: str, full: str, shape: tuple[int, ...]) -> Kind:
     if len(shape) == 3 and guessed == "other" and "Expert" in type(owner).__name__:
         return "experts"
     return "other" if guessed == "linear" else guessed
-
-
-def _multiplies(full: str, shape: tuple[int, ...]) -> bool:
-    """Whether it looks like the weight of a linear layer, of whatever class."""
-    return len(shape) == 2 and kind_by_name(full, shape) == "linear"
 
 
 def _with_activations(model: Model, found: Mapping[str, Counted]) -> Model:

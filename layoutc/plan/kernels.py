@@ -84,11 +84,6 @@ class SourceKernel:
         """The buffer that quantizing writes transposed codes into, if any."""
         return next((move.buffer.name for move in self.moves if isinstance(move, CodeMove)), None)
 
-    @property
-    def scale_moves(self) -> tuple[ScaleMove, ...]:
-        """The buffers that quantizing writes scales into."""
-        return tuple(move for move in self.moves if isinstance(move, ScaleMove))
-
 
 @dataclass(frozen=True)
 class QuantizeKernel:
@@ -154,7 +149,8 @@ def plan_kernels(layout: Layout) -> Kernels | NoKernels:
 def _quantize_kernel(layout: Layout, moves: tuple[Move, ...]) -> QuantizeKernel:
     fused = _fuses(layout, moves)
     choices = [one for one in itertools.product((True, False), repeat=len(layout.sources)) if any(one)]
-    if _are_apart(layout):
+    if any((one.whole.m or 1) > _MOST_ROWS for one in layout.sources) and any(map(spans_columns, layout.sources)):
+        # A program that loops over whole rows should have few rows, so that the grid has enough programs.
         choices = [one for one in choices if sum(one) == 1]
     chosen = [(size, one, tuple(itertools.compress(layout.sources, one))) for size in ITEMSIZES for one in choices]
     in_words = {one: all(_nibbles(source.quantization, layout) for source in written) for _, one, written in chosen}
@@ -276,15 +272,6 @@ def _source_gap(source: Source) -> str | None:
         if not fmt.is_f32 and conversions.decoding(fmt) is None:
             return f"no function of the kernels decodes {fmt.name}"
     return None
-
-
-def _are_apart(layout: Layout) -> bool:
-    """Whether each source is quantized in a separate launch.
-
-    A program that loops over whole rows should have few rows, so that the grid has enough programs.
-    """
-    tall = any((one.whole.m or 1) > _MOST_ROWS for one in layout.sources)
-    return tall and len(layout.sources) > 1 and any(spans_columns(one) for one in layout.sources)
 
 
 def _fuses(layout: Layout, moves: tuple[Move, ...]) -> bool:

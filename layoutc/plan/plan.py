@@ -331,20 +331,15 @@ def layout_id(layout: Layout) -> str:
             for source in layout.sources
         ],
         "buffers": [
-            [b.kind, b.orientation, b.plane.name, [asdict(d) for d in b.dims], b.low_first, *_order_facts(b)]
+            # Nothing for a buffer without swizzle and words, so that layouts without them keep their ids.
+            [b.kind, b.orientation, b.plane.name, [asdict(d) for d in b.dims], b.low_first]
+            + ([canonical(b.swizzle) if b.swizzle else None, b.words] if b.swizzle or b.words else [])
             for b in layout.buffers
         ],
         "tensor": [layout.tensor_amax, layout.history, layout.pick],
         **({"records": [_record_facts(record) for record in layout.records]} if layout.records else {}),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _order_facts(buffer: Buffer) -> list[object]:
-    """A buffer's swizzle and words; empty if it has neither, so that layouts without them keep their ids."""
-    if not (buffer.swizzle or buffer.words):
-        return []
-    return [canonical(buffer.swizzle) if buffer.swizzle else None, buffer.words]
 
 
 def _record_facts(record: Record) -> list[object]:

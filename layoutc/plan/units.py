@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
 from layoutc.layout.layout import Block, Source, codes_per_group
 
@@ -69,15 +69,14 @@ def sizes_of(step: tuple[int, int], most: int) -> tuple[int, int]:
         and rows << up <= max(rows, _MOST_ROWS)
         and columns << over <= max(columns, _MOST_COLUMNS)
     ]
-    return max(fitting, key=lambda size: (_used(size, step), size[0] * size[1], size[1]))
+
+    def rank(size: tuple[int, int]) -> tuple[float, int, int]:
+        lanes = size[0] * size[1]
+        return prod(covered(size, step)) / lanes, lanes, size[1]
+
+    return max(fitting, key=rank)
 
 
 def covered(size: tuple[int, int], step: tuple[int, int]) -> tuple[int, int]:
     """How many of a tile's rows and columns hold whole blocks."""
     return size[0] // step[0] * step[0], size[1] // step[1] * step[1]
-
-
-def _used(size: tuple[int, int], step: tuple[int, int]) -> float:
-    """The fraction of a tile's lanes that are not idle."""
-    rows, columns = covered(size, step)
-    return rows * columns / (size[0] * size[1])

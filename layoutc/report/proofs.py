@@ -60,7 +60,9 @@ def _to_walk(layout: Layout, buffer: Buffer) -> list[tuple[int, int]]:
     """Shapes with whole tiles of a buffer, several along each axis if affordable, and one with a partial tile."""
     sizes = [[_tiles(layout, buffer, 2, 3)], [_tiles(layout, buffer, 1, 1)]]
     if buffer.pads or any(times > 1 for times in buffer.repeats):
-        sizes = [[*shapes, _torn(layout, buffer)] for shapes in sizes]
+        m, k = _tiles(layout, buffer, 1, 1)
+        torn = m + layout.multiple_m, k + layout.multiple_k  # the last tile is as empty as the recipe allows
+        sizes = [[*shapes, torn] for shapes in sizes]
     return next((shapes for shapes in sizes if all(_slots(buffer, *shape) <= BUDGET for shape in shapes)), [])
 
 
@@ -310,8 +312,7 @@ def _short(value: object) -> str:
 # -------------------------------------------------------------------------------------------------------------- gathers
 def gathers_are_minimal(plan: Plan) -> Iterator[Proof]:
     """Each pass moves every code and scale that it needs once, and no other bit, if no cut falls inside a block."""
-    for gather in (plan.forward, plan.backward, plan.both):
-        yield _minimal(plan, gather)
+    return (_minimal(plan, gather) for gather in (plan.forward, plan.backward, plan.both))
 
 
 def _minimal(plan: Plan, gather: Gather) -> Proof:
@@ -353,12 +354,6 @@ def _tiles(layout: Layout, buffer: Buffer, rows: int, columns: int) -> tuple[int
         covers = buffer.plane.per_m if dim.axis == "m" else buffer.plane.per_k
         sizes[dim.axis] = lcm(dim.per * lcm(dim.multiple, multiple), covers or 1)
     return _shape_for(layout, sizes["m"] * rows, sizes["k"] * columns)
-
-
-def _torn(layout: Layout, buffer: Buffer) -> tuple[int, int]:
-    """A weight whose last tile along each axis is as empty as the recipe allows."""
-    m, k = _tiles(layout, buffer, 1, 1)
-    return m + layout.multiple_m, k + layout.multiple_k
 
 
 def _shape_for(layout: Layout, per_m: int, per_k: int) -> tuple[int, int]:

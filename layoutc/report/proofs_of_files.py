@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from math import prod
 
-from layoutc.layout.bindings import Files, dims, where
+from layoutc.layout.bindings import dims, where
 from layoutc.layout.planes import AMAX
 from layoutc.plan.plan import Plan
 from layoutc.report.proof import Proof, proof
@@ -29,16 +29,11 @@ def planes_are_in_files(plan: Plan) -> Iterator[Proof]:
 
 def bindings_are_bijections(plan: Plan) -> Iterator[Proof]:
     """Values of a plane and places in the file's tensor correspond one to one."""
-    for files in plan.layout.files:
-        yield from _of_planes(files)
-
-
-def _of_planes(files: Files) -> Iterator[Proof]:
-    for plane, layout in files.layouts.items():
+    statement = "every value lies at a place of its own in the tensor, and every place is a value's"
+    for files, plane, layout in ((one, *pair) for one in plan.layout.files for pair in one.layouts.items()):
         if layout is None:
             continue
         rows, columns, matrices = _sample(layout)
-        statement = "every value lies at a place of its own in the tensor, and every place is a value's"
         method = f"every value enumerated, {rows} x {columns} of them"
         counter = _not_a_bijection(layout, rows, columns, matrices)
         yield proof(f"files {files.binding.name}, {plane}", statement, method, counter)

@@ -55,14 +55,11 @@ def transforms_cancel(plan: Plan) -> Iterator[Proof]:
         if one.cards is None or not any(found):
             continue
         method = "products of every two unit vectors, by the matrices of both operands, in whole numbers"
-        aside = (f"{made} does not run along the contraction" for made, name in sides if made and _is_aside(made, name))
+        contracted = {"rowwise": "k", "columnwise": "m"}
+        wrong = (made for made, name in sides if made and made.axis != contracted[name])
+        aside = (f"{made} does not run along the contraction" for made in wrong)
         counter = next(aside, "") or _uncancelled(*found)
         yield proof(one.name, "the transforms of both operands cancel", method, counter)
-
-
-def _is_aside(transform: Transform, orientation: str) -> bool:
-    """True if the transform is not along the axis that a product contracts: k rowwise, m columnwise."""
-    return transform.axis != {"rowwise": "k", "columnwise": "m"}[orientation]
 
 
 def _uncancelled(a: Transform | None, b: Transform | None) -> str:

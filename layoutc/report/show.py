@@ -10,7 +10,7 @@ from math import prod
 from layoutc.layout.chain import Index
 from layoutc.layout.layout import Buffer, Layout, is_swizzled
 from layoutc.plan.plan import Plan
-from layoutc.report.describe import BufferFacts, CutBlocks, Description, describe, usual_shape
+from layoutc.report.describe import CutBlocks, Description, describe, usual_shape
 from layoutc.report.maps import find_buffer, swizzled_map, values_in
 from layoutc.report.tables import Table
 
@@ -69,7 +69,7 @@ def _read(facts: Description) -> Table:
             shape_text(buffer.shape),
             f"{buffer.nbytes:,}",
             f"{buffer.padding_bytes:,}",
-            _rows_in(buffer),
+            "tiles" if buffer.swizzle else "none" if buffer.carries_m is None else f"dim {buffer.carries_m}",
             buffer.plane if buffer.made_by else f"{buffer.plane}, as stored",
         )
         for buffer in facts.buffers
@@ -77,13 +77,6 @@ def _read(facts: Description) -> Table:
     heads = ("buffer", "dtype", "shape", "bytes", "padding", "rows in", "from")
     title = "Read by a GEMM" + (f"; its scales swizzled {facts.swizzle}" if facts.swizzle else "")
     return Table(title, heads, rows, frozenset({3, 4}))
-
-
-def _rows_in(buffer: BufferFacts) -> str:
-    """The dim that the weight's rows are in."""
-    if buffer.swizzle:
-        return "tiles"
-    return "none" if buffer.carries_m is None else f"dim {buffer.carries_m}"
 
 
 def _uncrossed(facts: Description) -> Table:

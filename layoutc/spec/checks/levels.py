@@ -59,7 +59,9 @@ def level_rules_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     outer, used = RULES.get(spec.scale.rule), source.key(_SUPER, "scales these scales")
     if outer is not None and (problem := _reads_more(outer)):
         label = source.value(("scale", "rule"), problem)
-        plain = listed(name for name, one in RULES.items() if _keeps_scales(one))
+        # Rules that encode elements with the stored scale, so that any way to store it works.
+        own = (one for one in RULES.values() if not _reads_more(one))
+        plain = listed(one.name for one in own if "from_scale" in one.element_step(one.defaults).expression)
         message = f"scales of {outer.name} can't have a super-block"
         yield source.find("LC347", message, label, used, help=f"delete `super`, or write one of the rules {plain}")
     rule, where = RULES.get(level.rule), (*_SUPER, "rule")
@@ -115,11 +117,6 @@ def _reads_more(rule: Rule) -> str:
     if rule.needs_tensor_amax:
         return "reads the amax of the whole weight"
     return "tries several scales for each block" if rule.candidates else ""
-
-
-def _keeps_scales(rule: Rule) -> bool:
-    """True if the rule encodes elements with the stored scale, so that any way to store it works."""
-    return not _reads_more(rule) and "from_scale" in rule.element_step(rule.defaults).expression
 
 
 def super_blocks_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
