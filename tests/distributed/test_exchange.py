@@ -41,7 +41,7 @@ def counted() -> Iterator[dict[str, list[tuple[torch.dtype, int]]]]:
 
     names = ("reduce_scatter_single", "reduce_scatter_tensor")  # FSDP2 calls either, and the first calls no second
     places = [(dist, name, "reduce-scatters") for name in names if hasattr(dist, name)]
-    places += [(exchange, "_reduce_scatter", "reduce-scatters"), (dist, "all_to_all_single", "exchanges")]
+    places += [(exchange, "reduce_scatter_single", "reduce-scatters"), (dist, "all_to_all_single", "exchanges")]
     with pytest.MonkeyPatch.context() as patch:
         for place, name, kind in places:
             patch.setattr(place, name, partial(counting, kind, getattr(place, name)))

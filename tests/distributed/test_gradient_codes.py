@@ -315,7 +315,7 @@ def test_factors_and_other_operations() -> None:
             buffer = made.joined([values], 2, 512, torch.float32)
             if op is dist.ReduceOp.MAX:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(exchange, "_reduce_scatter", lambda output, *_, **__: output.fill_(1))
+                    patch.setattr(exchange, "reduce_scatter_single", lambda output, *_, **__: output.fill_(1))
                     if made.sender.left:
                         made(out, buffer, dist.group.WORLD, op)
                     else:

@@ -54,7 +54,7 @@ def counted(ranks: int) -> Iterator[list[int]]:
     exchange = dist.all_to_all_single
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", partial(counting, exchange))
-        patch.setattr(replicas, "_all_gather", partial(counting, replicas._all_gather))
+        patch.setattr(replicas, "all_gather_single", partial(counting, replicas.all_gather_single))
         yield sent
 
 

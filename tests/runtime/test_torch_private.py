@@ -203,6 +203,13 @@ def test_process_groups_have_names(alone: None) -> None:
         private.process_group("nobody")
 
 
+def test_collectives_on_one_tensor_have_these_names(alone: None) -> None:
+    """Or by those that torch 2.11 has for them: all_gather_into_tensor and reduce_scatter_tensor."""
+    for collective in (private.all_gather_single, private.reduce_scatter_single):
+        collective(into := torch.zeros(2), torch.ones(2))
+        assert into.tolist() == [1, 1]
+
+
 def test_dtensor_runs_functional_collectives_by_these_names(alone: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     with Seen() as seen:

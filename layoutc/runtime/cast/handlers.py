@@ -139,7 +139,8 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     converts = made.dtype != tensor.dtype and not callers.converts_a_module()
     if converts:
         _refuse_gathers_of_values(tensor)
-    if (converts or _is_view(tensor)) and _is_in_a_model(tensor):
+    is_view = bool(tensor._views) or (tensor._copied is not None and not isinstance(tensor, nn.Parameter))
+    if (converts or is_view) and _is_in_a_model(tensor):
         moved._copied = CopiedView(tensor, moved)
         moved.own_products = Settings("dequantize", "layer") if converts else moved.own_products
         return moved
@@ -149,11 +150,6 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         moved._agreed = tensor._agreed
         moved._source = tensor if tensor._source is None else tensor._source
     return moved
-
-
-def _is_view(tensor: CastOnGather) -> bool:
-    """True for a view, or a copy of one."""
-    return bool(tensor._views) or (tensor._copied is not None and not isinstance(tensor, nn.Parameter))
 
 
 def _is_in_a_model(tensor: CastOnGather) -> bool:

@@ -205,9 +205,6 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             whole = func(whole, *args) if index is None else func(whole, *args)[index]
         return whole
 
-    def to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
-        return self.quantize(orientations)
-
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
         """Quantizes values, with the amax that the weight's shards share."""
         row_sharding, matrix = shards.row_sharding(self), self._matrix_of(values)

@@ -196,7 +196,6 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor: QuantizedTensor = args[0]
     truncated.check_elements(tensor.label())
     tensor.check_writable()
-    tensor.refuse_gathered()
     before = initial_values.around(tensor.store)
     row_sharding = None if tensor.is_meta else shards.row_sharding(tensor)
     is_cut = row_sharding is not None and row_sharding.splits_blocks(tensor.LAYOUT)

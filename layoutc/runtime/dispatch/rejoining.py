@@ -109,13 +109,15 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
         )
     shape = (tensor.shape[0] * world, *tensor.shape[1:])
     resolved: Any = process_group(group) if isinstance(group, str) else group
-    extents = [(rows, 0, 0)] * world if tensor.is_meta else _row_counts(tensor, resolved)
+    extents = [[rows, 0, 0]] * world  # of each rank: its own rows, and its halo's rows before and after them
+    if not tensor.is_meta:
+        extents = gather_bytes(_extent(tensor, tensor.device), resolved).view(torch.int64).view(-1, 3).tolist()
     if extents.count(extents[0]) == world and extents[0][0]:  # no cuts between rows: DTensor gathers columns
         return _stacked(tensor, shape, world, group, message)
     cuts = Cuts(sum(n for n, *_ in extents), rows, world)
     for rank, extent in enumerate(extents):
         first, last = cuts.bounds(rank)
-        if extent != (last - first, *cuts.halo(rank, layout.block_rows)[:2]):
+        if tuple(extent) != (last - first, *cuts.halo(rank, layout.block_rows)[:2]):
             raise ShardAlignmentError(message)
     names = [name for name in tensor.store.planes if layout.stored[name].rows_per_value is not None]
     sent = [
@@ -132,12 +134,6 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
     whole = tensor.with_planes(planes, shape, matrix=(cuts.rows, k), halo=NO_HALO)
     whole.padding = NOT_PADDED if cuts.rows == rows * world else Padding(rows=cuts.rows // prod(shape[1:-1]))
     return whole
-
-
-def _row_counts(tensor: QuantizedTensor, group: dist.ProcessGroup) -> list[tuple[int, int, int]]:
-    """For each rank of a group: its own rows, and its halo's rows before and after them. Collective."""
-    gathered = gather_bytes(_extent(tensor, tensor.device), group).view(torch.int64).view(-1, 3).tolist()
-    return [(n, before, after) for n, before, after in gathered]
 
 
 def _extent(tensor: QuantizedTensor, device: torch.device) -> Tensor:

@@ -26,12 +26,11 @@ from layoutc.runtime.kernels.rank_chunks import Chunks
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum
 from layoutc.runtime.random_bits import seed_of
 from layoutc.runtime.sharding.meeting import meet
-from layoutc.runtime.torch_private import local_tensor, no_torch_function
+from layoutc.runtime.torch_private import local_tensor, no_torch_function, reduce_scatter_single
 from layoutc.runtime.torch_private.fsdp2 import Reduced, reduce_among, reductions
 
 NARROW = (torch.bfloat16, torch.float16)
 AMONG = 1  # follows the rank in seeds of codes among replicas
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name until 2.12
 
 
 class _Kept:
@@ -142,7 +141,7 @@ class Exchange:
             return None
         self.leaves(input_tensor, op)
         plain = input_tensor.in_values() if isinstance(input_tensor, GradientBuffer) else input_tensor
-        work: dist.Work | None = _reduce_scatter(output_tensor, plain, group=group, op=op, async_op=async_op)
+        work: dist.Work | None = reduce_scatter_single(output_tensor, plain, group=group, op=op, async_op=async_op)
         return work
 
     def leaves(self, given: Tensor, op: Any) -> None:

@@ -39,7 +39,6 @@ class Gatherable(Shard, Protocol):
 
     @property
     def orientations(self) -> tuple[str, ...]: ...
-    def to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor: ...
 
 
 @dataclass
@@ -233,7 +232,8 @@ def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str
             f"{shard.label()}: FSDP2 no longer holds this shard, so {orientation} can't be gathered; keep a reference "
             "to the model"
         )
-    quantized = shard.to_gather((orientation,))
+    own: Any = shard
+    quantized: QuantizedTensor = own if isinstance(own, QuantizedTensor) else own.quantize((orientation,))
     gathering = Gathering(route_of(sharding, quantized, "both"))
     planes = {}
     for name in quantized.LAYOUT.sources[orientation]:

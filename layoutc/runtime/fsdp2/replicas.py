@@ -20,9 +20,8 @@ from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.kernels.launch import FLOATS
 from layoutc.runtime.kernels.rank_chunks import Chunks
 from layoutc.runtime.kernels.rank_sums import Codes, scaling
+from layoutc.runtime.torch_private import all_gather_single
 from layoutc.runtime.torch_private.reductions import reduced_now
-
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until 2.12
 
 
 class By(NamedTuple):
@@ -128,7 +127,7 @@ class Replicas:
         if not part:
             sent = self.sender.quantized(values.view(1, n))
             received = torch.empty(ranks, sent.shape[1], dtype=sent.dtype, device=sent.device)
-            _all_gather(received.view(-1), sent.view(-1), group=self.group)
+            all_gather_single(received.view(-1), sent.view(-1), group=self.group)
             self.sender.add(received, values, by)
             return
         sent = self.sender.quantized(F.pad(values, (0, ranks * part - n)).view(ranks, part))
@@ -138,5 +137,5 @@ class Replicas:
         sums = values.new_empty(ranks, part)
         own = sums[self.rank()]
         self.sender.add(received, own, by)
-        _all_gather(sums.view(-1), own, group=self.group)
+        all_gather_single(sums.view(-1), own, group=self.group)
         values.copy_(sums.view(-1)[:n])

@@ -95,11 +95,6 @@ def in_rows(x: Tensor) -> Tensor:
     return x if is_read else x.clone(memory_format=torch.contiguous_format)
 
 
-def writable(out: Out, device: torch.device) -> Out:
-    """`out` if kernels can write into its planes; None if one is not contiguous, not aligned, or on another device."""
-    return out if out is not None and all_writable([out], device) else None
-
-
 def all_writable(outs: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
     """True if kernels can write into all these planes: contiguous, aligned to 4 bytes, on the device."""
     planes = [plane for out in outs for plane in out.values()]

@@ -22,6 +22,7 @@ from layoutc.runtime.optim.f24 import F24Tensor
 from layoutc.runtime.optim.launches import Member, Updates
 from layoutc.runtime.optim.rules import Chance
 from layoutc.runtime.optim.states import Forms, State, as_matrix
+from layoutc.runtime.sharding import meshes
 from layoutc.runtime.streams import capturing
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.train import inner_optimizer
@@ -123,7 +124,7 @@ class ByRule(MasterWeights):
 
     def _new_master(self, param: Tensor, zeros: Tensor) -> Tensor:
         if self._masters_in == "f24" and self._forms.applies(param):
-            return inner_optimizer.as_of(zeros, states.zeros(local_of(zeros), F24Tensor))
+            return meshes.with_local(zeros, states.zeros(local_of(zeros), F24Tensor))
         return zeros
 
     def _adopt(self, params: Iterable[Tensor]) -> None:

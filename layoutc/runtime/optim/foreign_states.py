@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime import installed
 from layoutc.runtime.optim.states import FORMS
-from layoutc.runtime.torch_private import spec_of
+from layoutc.runtime.sharding.meshes import with_local
 from layoutc.runtime.train.steps import local_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -60,11 +59,11 @@ def _of_parameter(saved: Any, moments: Sequence[str]) -> Any:
                 codes = local_of(state[name])
                 held = Coded(codes, scales[: cdiv(codes.numel(), 256)], 256, table, codes.shape)
                 made = _in_recipe(held)
-                state[name] = _beside(state[name], _values(held) if made is None else made.clone())
+                state[name] = with_local(state[name], _values(held) if made is None else made.clone())
         elif isinstance(state.get(name), Tensor):
             local = local_of(state[name])
             if (found := taken(local)) is not local:
-                state[name] = _beside(state[name], found.clone())
+                state[name] = with_local(state[name], found.clone())
     return state
 
 
@@ -86,11 +85,6 @@ def _of_torchao(value: Any) -> Coded | None:
     if not all(isinstance(getattr(value, name, None), Tensor) for name in ("codes", "scale")):
         return None
     return Coded(value.codes, value.scale, value.block_size, getattr(value, "qmap", None), value.shape)
-
-
-def _beside(value: Tensor, local: Tensor) -> Tensor:
-    """The local tensor, wrapped in a DTensor like `value` if that is one."""
-    return DTensor(local, spec_of(value), requires_grad=False) if isinstance(value, DTensor) else local  # type: ignore[no-untyped-call]
 
 
 def _in_recipe(held: Coded) -> QuantizedTensor | None:

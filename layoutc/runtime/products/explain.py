@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layoutc.runtime import product_mode as mode
+from layoutc.runtime import product_mode
 from layoutc.runtime.errors import check_model
 from layoutc.runtime.facts import Operand
 from layoutc.runtime.product_mode import Mode, Settings, checked
@@ -16,7 +16,7 @@ from layoutc.runtime.products.parallel import multiplied, multiplies_parts
 from layoutc.runtime.products.per_weight_mode import own_mode_holder
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
-from layoutc.runtime.torch_private import local_tensor
+from layoutc.runtime.weight.tensor import recipe_of
 
 _OF_DTENSORS = (
     "the weight is a DTensor, whose gradient autograd computes of plain activations and gradients, without the weight; "
@@ -71,24 +71,20 @@ def explain_products(
     """
     check_model(model, "explain_products")
     found: list[ExplainedProduct] = []
-    wanted = mode if mode == "reference" else checked(mode).products or _wanted()
+    set_for_all = product_mode.current().products
+    usual: Mode = "low_precision" if set_for_all in (None, "dequantize") else set_for_all
+    wanted = mode if mode == "reference" else checked(mode).products or usual
     uses = [(module, *pair) for module in model.modules() for pair in module.named_parameters(recurse=False)]
     by_parts = {id(param) for module, _, param in uses if multiplies_parts(module)}
     by_columns = {id(param) for module, key, param in uses if is_stored_by_columns(module, key)}
     gathered_as_values = gathered.weights_of_values()
     for name, held in model.named_parameters():
         param = gathered_as_values.get(id(held), held)
-        cls: Recipe | None = getattr(local_tensor(param), "QUANTIZED", None)
-        if cls is not None:
+        if (cls := recipe_of(param)) is not None:
             where = torch.device(device) if device is not None else param.device
             forms = id(held) in by_columns, id(held) in by_parts
             found += _explained(name, param, cls, tokens, where, wanted, *forms)
     return found
-
-
-def _wanted() -> Mode:
-    set_for_all = mode.current().products
-    return "low_precision" if set_for_all in (None, "dequantize") else set_for_all
 
 
 def _explained(

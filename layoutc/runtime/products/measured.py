@@ -32,10 +32,6 @@ class Timed(NamedTuple):
     kernel: float
     dequantized: float
 
-    def far_from(self, n: int, k: int, each: float) -> float:
-        """The distance to other sizes: the sum of the absolute logarithms of their ratios. each: tokens per expert."""
-        return sum(abs(log(a / b)) for a, b in ((self.n, n), (self.k, k), (self.tokens / self.experts, each)))
-
 
 @cache
 def table() -> tuple[Timed, ...]:
@@ -62,7 +58,11 @@ def slower(recipe: str, product: str, n: int, k: int, each: float, device: torch
     near = [row for row in table() if (row.recipe, row.product) == (recipe, product)]
     near = [row for row in near if row.capability == capability_of(device)]
     near = [row for row in near if row.card == torch.cuda.get_device_name(device)] or near
-    row = min(near, key=lambda one: one.far_from(n, k, each), default=None)
+
+    def distance(one: Timed) -> float:  # the sum of the logarithms of the sizes' ratios
+        return sum(abs(log(a / b)) for a, b in ((one.n, n), (one.k, k), (one.tokens / one.experts, each)))
+
+    row = min(near, key=distance, default=None)
     if row is None or row.kernel <= row.dequantized:
         return ""
     sizes = f"{row.experts} experts of {row.n}x{row.k} and {row.tokens} tokens"

@@ -65,14 +65,12 @@ def multiply_parts_(modules: Iterable[nn.Module]) -> None:
     Other modules are not changed.
     """
     for module in modules:
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and _is_cut(module.weight):
+        if not (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
+            continue
+        if hasattr(getattr(module.weight, "_local_tensor", None), "LAYOUT") and multiplied(module.weight)[1]:
             # Dynamo does not see the class of a DTensor's local part.
             torch.compiler.allow_in_graph(linear_of_parts)  # type: ignore[no-untyped-call]
             module.__class__ = _class_of_parts(type(module))
-
-
-def _is_cut(weight: Any) -> bool:
-    return hasattr(getattr(weight, "_local_tensor", None), "LAYOUT") and multiplied(weight)[1]
 
 
 def multiplies_parts(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator, whole_instead
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.sharding.shards import RowSharding
+from layoutc.runtime.torch_private import all_gather_single
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -73,9 +74,7 @@ def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_bytes(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(n, ...) uint8 on each rank -> (ranks * n, ...). Every backend supports uint8."""
     gathered = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
-    # Later versions of torch call this all_gather_single, and warn about the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, mine, group=group)
+    all_gather_single(gathered, mine, group=group)
     return gathered
 
 

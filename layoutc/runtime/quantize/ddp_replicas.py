@@ -34,7 +34,7 @@ def receive(target: QuantizedTensor) -> bool:
     values = None if stored is None else target.initial_values(stored.values.dtype)
     with_values = _check_equal_kinds(target, values, group)
     sent = [*target.planes().values(), *([values] if with_values and values is not None else [])]
-    packed = torch.cat([_bytes(tensor) for tensor in sent])
+    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in sent])
     before = packed.clone()
     dist.broadcast(packed, group=group, group_src=src)
     # If all ranks already had the same bytes, masters that were made from them stay valid.
@@ -73,7 +73,3 @@ def _check_equal_kinds(target: QuantizedTensor, values: Tensor | None, group: di
 def dense(tensors: Any) -> Any:
     """A tree of tensors for torch to broadcast, with quantized weights dequantized. Nothing reads the result."""
     return tree_map(lambda one: one.dequantize() if isinstance(one, QuantizedTensor) else one, tensors)
-
-
-def _bytes(plane: Tensor) -> Tensor:
-    return plane.contiguous().view(-1).view(torch.uint8)

@@ -359,7 +359,6 @@ def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Seq
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
     out.check_writable()
-    out.refuse_gathered()
     if out.store.common and (alone or out.store.common - layout.shared):
         raise UnsupportedOperator(
             f"{out.label()} is a part of a weight whose scale covers more than the part: quantizing the part by "

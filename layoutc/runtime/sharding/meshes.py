@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import gcd, prod
 from typing import Any
 
@@ -22,8 +23,11 @@ def with_local(tensor: Any, local: Tensor) -> Tensor:
     """A DTensor like `tensor` with `local` as its shard; `local` itself if `tensor` is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return local
+    spec = spec_of(tensor)
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:  # as moments of bf16 masters
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
-    return DTensor(local, spec_of(tensor), requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def cuts(tensor: Tensor) -> list[tuple[int, int]]:

@@ -123,6 +123,10 @@ foreach_maximum: Any = torch._foreach_maximum
 #: The operators that functional collectives run, and thereby DTensor; group names are strings.
 c10d_functional: Any = torch.ops._c10d_functional
 
+#: Collectives that join the ranks' parts, and that add up and split; torch 2.11 has them under older names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 #: DTensor's operators; `shard_dim_alltoall` moves sharding from one dim to another.
 dtensor_ops: Any = torch.ops._dtensor
 

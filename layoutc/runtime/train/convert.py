@@ -31,7 +31,7 @@ from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.train import replaced_parameters
 from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose, foreign_class, uses
 from layoutc.runtime.weight import operators
-from layoutc.runtime.weight.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor, recipe_of
 
 Fused = bool | Sequence[Sequence[str]]
 Make = Callable[[Tensor, str, Group | None, Tensor | None], Tensor]  # of values, a name, a group and its amax
@@ -156,7 +156,7 @@ def _replace(
 ) -> list[Use]:
     """Replaces the chosen parameters of all roots by the results of `make`. among: the only modules to look at."""
     every = choose(roots, filters.filter_fn, filters.param_filter, among)
-    chosen = [use for use in every if not _is_ours(use.param)]
+    chosen = [use for use in every if recipe_of(use.param) is None]
     for use in chosen:
         _check_weight(cls, use.param, use.name, caller, filters)
     if not chosen:
@@ -167,7 +167,7 @@ def _replace(
         tied[id(use.param)].append(use)
     groups = _groups(roots, chosen, cls.LAYOUT, fused, caller)
     amaxes = _amaxes(cls, groups) if caller != "cast_on_gather_" else {}
-    had_some = {use.module for use in chosen if any(map(_is_ours, use.module.parameters(recurse=False)))}
+    had_some = {use.module for use in chosen if any(map(recipe_of, use.module.parameters(recurse=False)))}
     for same in tied.values():  # each weight is freed before the next one is quantized
         weight = same[0].param
         group = groups.get(same[0])
@@ -236,10 +236,6 @@ def _why_none(roots: list[nn.Module], every: list[Use], filters: Filters, caller
     weights = [use.name for use in uses(roots) if use.param.dim() > 1]
     shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")
     return f"{caller}: {what} no weight of the model, which has {len(weights)} of two dims or more: {shown or 'none'}"
-
-
-def _is_ours(param: Tensor) -> bool:
-    return isinstance(local_tensor(param.data), QuantizedTensor | CastOnGather)
 
 
 def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str, filters: Filters) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
-from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.train.choosing import DIMS, Use, foreign_class, uses
 from layoutc.runtime.train.convert import recipe_class
+from layoutc.runtime.weight.tensor import recipe_of
 
 Kind = Literal["quantized", "cast on gather", "plain"]
 # Modules whose matrices are not weights of products: lookup tables and filters.
@@ -112,18 +112,13 @@ def coverage(model: nn.Module, recipe: Recipe | None = None) -> Coverage:
     same, gathered_as_values = list(places.values()), gathered.weights_of_values()
     params = [gathered_as_values.get(id(of_one[0].param), of_one[0].param) for of_one in same]
     given = [recipe_class(recipe).LAYOUT] if recipe is not None else []
-    layouts = given or list({layout.layout_id: layout for layout in map(_layout_of, params) if layout}.values())
+    layouts = given or list({cls.LAYOUT.layout_id: cls.LAYOUT for cls in map(recipe_of, params) if cls}.values())
     return Coverage(tuple(_row(of_one, param, layouts) for of_one, param in zip(same, params, strict=True)))
 
 
-def _layout_of(param: Tensor) -> Layout | None:
-    local: Any = local_tensor(param)
-    cls = getattr(local, "QUANTIZED", None)
-    return None if cls is None else cls.LAYOUT
-
-
 def _row(same: list[Use], param: Tensor, layouts: list[Layout]) -> CoveredParameter:
-    name, layout = same[0].name, _layout_of(param)
+    name, cls = same[0].name, recipe_of(param)
+    layout = None if cls is None else cls.LAYOUT
     shape = tuple(param.shape)
     other = _no_weight(same)
     if layout is None:

@@ -8,7 +8,6 @@ refuses parameters of several meshes in one call.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from inspect import signature
 from typing import Any
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
-from layoutc.runtime.torch_private import local_tensor, spec_of, version_of
+from layoutc.runtime.sharding.meshes import with_local
+from layoutc.runtime.torch_private import local_tensor, version_of
 
 # Elementwise optimizers, which step a shard like the whole. Not their subclasses, which may add a norm or a rank.
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
@@ -90,22 +90,11 @@ def shown_state(master: Tensor, one: Tensor, state: Mapping[str, Any]) -> dict[s
     """The state of the stepped tensor `one`, as state of the master: DTensors if the master is one."""
     if one is master:
         return dict(state)
-    return {name: as_of(master, value) if _is_like(one, value) else value for name, value in state.items()}
-
-
-def _is_like(one: Tensor, value: Any) -> bool:
-    """True for elementwise state, False for step counters and the like."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == one.shape
-
-
-def as_of(master: Tensor, local: Tensor) -> Tensor:
-    """An elementwise tensor of a master's shard, as a DTensor sharded like the master, if that is one."""
-    if not isinstance(master, DTensor):
-        return local
-    spec = spec_of(master)
-    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:  # moments of bf16 masters
-        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    elementwise = {name for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    return {
+        name: with_local(master, value) if name in elementwise and value.shape == one.shape else value
+        for name, value in state.items()
+    }
 
 
 def push_options(outer_groups: list[dict[str, Any]], inner_groups: list[dict[str, Any]]) -> None:

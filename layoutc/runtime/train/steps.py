@@ -244,9 +244,7 @@ class Gradients:
             for index, piece in zip(members, torch.split_with_sizes(flat, sizes), strict=True):
                 views[index] = piece[: values[index].numel()].view(values[index].shape)
         self._entries, self._views = entries, [views[index] for index in range(len(values))]
-        self._shown = [
-            inner_optimizer.as_of(entry.stepped, view) for entry, view in zip(entries, self._views, strict=True)
-        ]
+        self._shown = [meshes.with_local(entry.stepped, view) for entry, view in zip(entries, self._views, strict=True)]
 
 
 def gradient_of(entry: Entry) -> Tensor:

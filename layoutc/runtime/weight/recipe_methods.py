@@ -70,7 +70,8 @@ class RecipeMethods:
         seed: (1,) int64, for a recipe that rounds by random bits.
         """
         if (kernels := cls.quantizing_kernels(x)) is not None:
-            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device), seed)
+            out = out if out is not None and launch.all_writable([out], x.device) else None
+            return kernels.quantize(x, amax, tuple(orientations), out, seed)
         seeded = {} if seed is None else {"seed": seed}
         planes: dict[str, Tensor] = cls.REFERENCE.quantize_reference(
             x, amax=amax, orientations=tuple(orientations), **seeded

@@ -17,7 +17,12 @@ from layoutc.runtime.sharding import registry
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.storage.pending_writes import forget
 from layoutc.runtime.storage.planes import CutPlanes
-from layoutc.runtime.torch_private import no_torch_function, passed_over_by_compilers, without_torch_function
+from layoutc.runtime.torch_private import (
+    local_tensor,
+    no_torch_function,
+    passed_over_by_compilers,
+    without_torch_function,
+)
 from layoutc.runtime.weight import flattening, gathered_in_graphs, operators, staging, stored_form
 from layoutc.runtime.weight.deep_copy import deep_copied
 from layoutc.runtime.weight.plane_tensor import Handler, PlaneTensor
@@ -122,10 +127,6 @@ class QuantizedTensor(PlaneTensor):
         result = result.transpose(-2, -1) if self.transposed else result
         return result if stored.is_whole else torch.where(result.isnan(), self.dequantize(dtype), result)
 
-    def to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
-        """The shard itself."""
-        return self
-
     @property
     def data(self) -> Self:
         """An alias that autograd does not follow.
@@ -196,6 +197,11 @@ class QuantizedTensor(PlaneTensor):
             if torch.is_inference_mode_enabled():
                 return in_inference_mode(handler, func, args, kwargs or {})
             return handler(func, args, kwargs or {})
+
+
+def recipe_of(weight: Tensor) -> type[QuantizedTensor] | None:
+    """The class that a weight, or its shard, is quantized as, now or on gather; None for a plain one."""
+    return getattr(local_tensor(weight), "QUANTIZED", None)
 
 
 def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
