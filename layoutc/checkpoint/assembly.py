@@ -151,7 +151,7 @@ def local_of(value: object) -> Tensor | None:
 
 def _check_takes_values(live: QuantizedTensor) -> None:
     """Raises LayoutError if the weight can't be quantized. `copy_` would raise too, but after other writes."""
-    live.refuse_gathered()
+    live.check_writable()
     if live.transposed:
         raise LayoutError(f"{live.label()} is transposed: load into the weight itself")
     check_whole_blocks(live, shards.row_sharding(live))

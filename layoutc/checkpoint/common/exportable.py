@@ -59,11 +59,3 @@ def check_exportable(name: str, value: Tensor) -> None:
         raise LayoutError(
             f"{name}: {local.label()} is a view with another shape than the weight; export the weight itself"
         )
-
-
-def class_of(value: Tensor) -> type[QuantizedTensor] | None:
-    """The class that a weight is quantized as, now or on gather; None for a plain weight."""
-    local = local_tensor(value)
-    if isinstance(local, CastOnGather):
-        return local.QUANTIZED
-    return type(local) if isinstance(local, QuantizedTensor) else None

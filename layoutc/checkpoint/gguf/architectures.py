@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 # {n} is the layer index; the last part of a name (weight or bias) is the same on both sides.
@@ -149,16 +149,10 @@ class Place(NamedTuple):
     module: str
 
 
-class Names:
+class Names(NamedTuple):
     """Translates the names of one architecture."""
 
-    def __init__(self, architecture: Architecture) -> None:
-        self.architecture = architecture
-
-    @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
-        """(pattern of a module in transformers' model, module in files) pairs."""
-        return [(_pattern(ours), theirs) for theirs, ours in self.architecture.modules.items()]
+    architecture: Architecture
 
     def in_files(self, parameter: str) -> Place | None:
         """The place of a parameter of transformers' model in files; None if it has no name there."""
@@ -166,8 +160,8 @@ class Names:
             if (match := _pattern(ours).fullmatch(parameter)) is not None:
                 return Place(tuple(f"{one.replace('{n}', match[1])}.weight" for one in several), several[0])
         module, _, last = parameter.rpartition(".")
-        for pattern, theirs in self._patterns:
-            if (match := pattern.fullmatch(module)) is not None and last in ("weight", "bias"):
+        for theirs, ours in self.architecture.modules.items():
+            if (match := _pattern(ours).fullmatch(module)) is not None and last in ("weight", "bias"):
                 number = match[1] if match.groups() else ""
                 return Place((f"{theirs.replace('{n}', number)}.{last}",), theirs)
         return None

@@ -17,13 +17,13 @@ from layoutc.checkpoint.gguf.planning import beside, config_of, entry, has, name
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.held import undecoded
-from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
+from layoutc.checkpoint.held.stored import OF_OTHERS
 from layoutc.checkpoint.held.undecoded import Described
 from layoutc.checkpoint.safetensors import recognize, writing
 from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
 from layoutc.checkpoint.safetensors.files import Slices, library, read_folder
-from layoutc.checkpoint.safetensors.planning import Entry
-from layoutc.checkpoint.safetensors.values import dequantized
+from layoutc.checkpoint.safetensors.planning import Step
+from layoutc.checkpoint.safetensors.values import values_of
 from layoutc.checkpoint.safetensors.writing import Planned
 from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError
@@ -128,20 +128,10 @@ def convert_to_gguf(
 def _made(planned: Planned, tensor: str, mapped: Mapped, kinds: list[Kind]) -> tuple[str, Tensor]:
     """A tensor to write, with its name. tensor: the first of the file's tensors that make up the weight."""
     name, facts = planned.name, planned.facts
-    source = entry(name, _like(facts), mapped.sources[tensor], mapped, kinds, False)
-    wide = partial(_values, facts._replace(dtype=torch.float32), source, mapped)
-    return name, check_finite(name, _values(facts, source, mapped), wide)
 
+    def values(dtype: torch.dtype) -> Tensor:
+        like = torch.empty((), dtype=dtype, device="cpu").expand(facts.shape)  # needs no memory
+        source = entry(name, like, mapped.sources[tensor], mapped, kinds, False)
+        return values_of(Step(name, like, source), mapped.read).to(dtype)
 
-def _like(facts: Facts) -> Tensor:
-    """A tensor of this shape and dtype that needs no memory."""
-    return torch.empty((), dtype=facts.dtype, device="cpu").expand(facts.shape)
-
-
-def _values(facts: Facts, source: Stored | Entry, mapped: Mapped) -> Tensor:
-    """The values of a source, in this shape and dtype."""
-    if isinstance(source, Entry):
-        values = dequantized(_like(facts), _like(facts), source, mapped, facts.dtype)
-    else:
-        values = mapped.read(source, ())
-    return values.to(facts.dtype).view(facts.shape)
+    return name, check_finite(name, values(facts.dtype), partial(values, torch.float32))

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
-from layoutc.checkpoint.common.regions import box_of
+from layoutc.checkpoint.common.exportable import check_exportable, state_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.gguf.architectures import Names, Place
@@ -23,14 +21,15 @@ from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.planning import beside, entry, has, names_of, rotation_of, source_of
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Share
-from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
+from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, plain_values_of, records_of
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS
-from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
-from layoutc.checkpoint.safetensors.values import dequantized
+from layoutc.checkpoint.safetensors.load import holds
+from layoutc.checkpoint.safetensors.planning import Rename, Step, file_name
+from layoutc.checkpoint.safetensors.values import values_of
 from layoutc.runtime.bindings.gguf_types import NUMBERS, PLAIN, TYPES
 from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.torch_private import local_tensor
-from layoutc.runtime.weight.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor, recipe_of
 
 BETWEEN = 1 << 30  # bytes to write before ranks exchange failures
 
@@ -149,7 +148,7 @@ def _items(
     into: number -> type, for the source's types that plain weights are quantized to.
     """
     names, found, expected, state = names_of(header), dict[str, Item](), set[str](), state_of(model)
-    kinds = kinds_of({cls: None for cls in map(class_of, state.values()) if cls is not None})
+    kinds = kinds_of({cls: None for cls in map(recipe_of, state.values()) if cls is not None})
     for name, value in state.items():
         with noted(problems):
             in_file = names.in_files(file_name(name, rename))
@@ -197,7 +196,7 @@ def _shares(
 
 def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
     """The type to write a quantized weight in; None for a plain one. Raises LayoutError."""
-    if (cls := class_of(value)) is None:
+    if (cls := recipe_of(value)) is None:
         return None
     kind = next((one for one in kinds if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id), None)
     if kind is None:
@@ -223,22 +222,15 @@ def _number(name: str, value: Tensor, kind: Kind | None) -> int:
 
 def _as_source(item: Item, mapped: Mapped, kinds: list[Kind]) -> Item:
     """The item, marked as kept if this rank's values of a plain tensor equal the source's decoded values."""
-    if item.value is None or class_of(item.value) is not None or (source := mapped.sources.get(item.of)) is None:
+    if item.value is None or recipe_of(item.value) is not None or (source := mapped.sources.get(item.of)) is None:
         return item
     local = local_tensor(item.value)
-    if isinstance(item.value, DTensor) and item.value.device_mesh.get_coordinate() is None:
+    if not holds(item.value):
         return item._replace(kept=True)
-    stored = entry(item.of, local, source, mapped, kinds, False)
-    if isinstance(stored, Entry):
-        values = dequantized(item.value, local, stored, mapped, local.dtype)
-    else:
-        values = mapped.read(stored, box_of(item.value).slices)
-    values = values.to(local.device, local.dtype)
-    return item._replace(kept=torch.equal(_bits(values), _bits(local)))
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().reshape(-1).view(torch.uint8)
+    step = Step(item.of, item.value, entry(item.of, local, source, mapped, kinds, False))
+    values = values_of(step, mapped.read).to(local.device, local.dtype)
+    here, there = (one.contiguous().reshape(-1).view(torch.uint8) for one in (local, values))  # bit for bit
+    return item._replace(kept=torch.equal(here, there))
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
@@ -250,6 +242,6 @@ def _put(out: OpenGguf, item: Item, whole: Tensor | None, mapped: Mapped, header
         return
     if item.kind is None:
         dtype = OF_OTHERS[next(plain for plain, number in NUMBERS.items() if number == item.planned.number)]
-        out.put(name, values_of(whole.detach(), dtype, item.order))
+        out.put(name, plain_values_of(whole.detach(), dtype, item.order))
         return
     out.put(name, records_of(item.kind, whole.detach(), item.order))

@@ -15,7 +15,7 @@ from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, plan
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.safetensors.beside import warn_left
-from layoutc.checkpoint.safetensors.load import check, joint_amaxes, rounds, say_rounded, write
+from layoutc.checkpoint.safetensors.load import check, rounds, say_rounded, write
 from layoutc.checkpoint.safetensors.planning import Rename
 from layoutc.runtime.errors import check_model
 
@@ -69,13 +69,11 @@ def load_gguf(
             with noted(problems):
                 decoded = step.name in made[0].loaded.dequantized
                 check(step, convert or decoded)
-                rounded += rounds(step, made[1], decoded)
+                rounded += rounds(step, made[1].read, decoded)
     agree(problems, process_group, digest, f"read different files as {file}")
     assert made is not None
     (steps, loaded, unread), mapped = made
-    amaxes = joint_amaxes(steps, mapped)
-    for step in steps:
-        write(step, mapped, amaxes.get(step.name))
+    write(steps, mapped.read)
     say_rounded(file, rounded, process_group)
     if rank_of(process_group) == 0:
         warn_left(Path(file), unread, "export_gguf(..., source=file)")

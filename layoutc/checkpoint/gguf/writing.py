@@ -125,7 +125,7 @@ def records_of(kind: Kind, whole: Tensor, order: Rotated | Share | None) -> Iter
         yield cls.REFERENCE.lay_out(part, min(each, m - start), k, (orientation,))[binding.buffer]
 
 
-def values_of(values: Tensor, dtype: torch.dtype, order: Rotated | Share | None) -> Iterator[Tensor]:
+def plain_values_of(values: Tensor, dtype: torch.dtype, order: Rotated | Share | None) -> Iterator[Tensor]:
     """The values of a whole tensor, or of a share, in a dtype, a few rows at a time, in the file's row order."""
     values = values.reshape(-1, values.shape[-1]) if isinstance(order, Share) else values
     m = len(values) // (order.parts if isinstance(order, Share) else 1)

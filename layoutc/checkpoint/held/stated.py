@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.bindings.names import tensor_name
-from layoutc.checkpoint.bindings.texts import with_sizes
 from layoutc.checkpoint.held.stored import OF_OTHERS, Read, Stored
 from layoutc.checkpoint.untrusted.files import json_of
 from layoutc.runtime.bindings.facts import Binding
@@ -120,3 +119,24 @@ def order_beside(parameter: str, columns: int, each: int, there: Container[str])
     if name not in there:
         return []
     return [Stated(name, Facts((columns,), torch.int32), (columns, each), may_be_unset=True)]
+
+
+def with_sizes(template: Any, sizes: Mapping[str, int]) -> Any:
+    """The template with numbers in place of the names of sizes."""
+    if isinstance(template, dict):
+        return {key: with_sizes(one, sizes) for key, one in template.items()}
+    if isinstance(template, list):
+        return [with_sizes(one, sizes) for one in template]
+    return sizes.get(template, template) if isinstance(template, str) else template
+
+
+def sizes_in(template: Any, text: Any) -> dict[str, int]:
+    """The numbers in a JSON value where the template has "rows" and "columns"."""
+    if template in ("rows", "columns"):
+        return {template: text} if type(text) is int and 0 < text < 2**63 else {}
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(template, Mapping) and isinstance(text, Mapping):
+        pairs = [(one, text.get(key)) for key, one in template.items()]
+    elif isinstance(template, list) and isinstance(text, list) and len(template) == len(text):
+        pairs = list(zip(template, text, strict=True))
+    return {key: size for one, there in pairs for key, size in sizes_in(one, there).items()}

@@ -7,13 +7,14 @@ says how to decode them (scales, zero points, column order).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from layoutc.checkpoint.held.stored import NAMES, Stored
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight.tensor import recipe_of
 
 LISTED = 24  # names that a message lists; if there are more, it groups names that differ only in numbers
 
@@ -117,12 +118,9 @@ def _listed(found: Mapping[str, str]) -> Iterable[str]:
     return [f"{pattern} ({len(each)}, {each[0]})" for pattern, each in alike.items()]
 
 
-def check_values(values: Mapping[str, Tensor], class_of: Callable[[Tensor], type | None]) -> None:
-    """Raises LayoutError if a model's parameters include codes of other packages' quantized layers.
-
-    values: the model's tensors by name. class_of: a tensor's quantized class; None for a plain tensor.
-    """
-    plain = {name: one for name, one in values.items() if class_of(one) is None}
+def check_values(values: Mapping[str, Tensor]) -> None:
+    """Raises LayoutError if a model's tensors, by name, include codes of other packages' quantized layers."""
+    plain = {name: one for name, one in values.items() if recipe_of(one) is None}
     headers = {
         name: Described(NAMES.get(one.dtype, str(one.dtype)[6:]), tuple(one.shape)) for name, one in plain.items()
     }

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.bindings.names import parameter_name, parts_of, tensor_name
-from layoutc.checkpoint.bindings.texts import sizes_in
 from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.codes import Meaning
 from layoutc.checkpoint.held.sources import BoundSource
-from layoutc.checkpoint.held.stated import Stated, order_beside, stated
+from layoutc.checkpoint.held.stated import Stated, order_beside, sizes_in, stated
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS, Read, Stored
 from layoutc.checkpoint.held.weights import Held, with_codes
 from layoutc.checkpoint.safetensors import recognize

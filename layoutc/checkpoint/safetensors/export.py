@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layoutc.checkpoint.bindings.names import named_parts
 from layoutc.checkpoint.bindings.source_configs import goes_on
-from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
+from layoutc.checkpoint.common.exportable import check_exportable, state_of
 from layoutc.checkpoint.common.folders import copy_companions
 from layoutc.checkpoint.common.narrowing import check_finite, warn_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
@@ -38,7 +38,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import checksums, stored_form
-from layoutc.runtime.weight.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor, recipe_of
 
 
 class Item(NamedTuple):
@@ -171,7 +171,7 @@ def bindings_of(state: Mapping[str, Tensor], files: str | None, dtype: torch.dty
         return []
     if dtype is not None:
         raise ValueError(f"files={files!r} keeps weights quantized, and dtype={dtype} does not: pass one of them")
-    classes = {cls: None for cls in map(class_of, state.values()) if cls is not None}
+    classes = {cls: None for cls in map(recipe_of, state.values()) if cls is not None}
     found = recognize.chosen(files, recognize.bindings_of(classes))
     have = {one.cls.LAYOUT.layout_id for one in found}
     if lacking := [cls.LAYOUT.name for cls in classes if cls.LAYOUT.layout_id not in have]:
@@ -191,7 +191,7 @@ def items_of(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, or None for quantized weights as they are, not {dtype}")
     items, taken = [], dict[str, str]()
-    check_values(state, class_of)
+    check_values(state)
     for name, value in state.items():
         with noted(problems):
             check_exportable(name, value)
@@ -214,7 +214,7 @@ def items_of(
 def _held(name: str, value: Tensor, theirs: list[Bound], files: Origin) -> tuple[tuple[Held, ...], KeptIn | None]:
     """The tensors that the binding's files hold for a quantized or cast-on-gather weight, and what is kept from the
     files that it was loaded from; () and None for a plain weight, or without a binding."""
-    local, cls = local_tensor(value), class_of(value)
+    local, cls = local_tensor(value), recipe_of(value)
     if not theirs or cls is None:
         return (), None
     one = next(one for one in theirs if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id)
@@ -286,7 +286,7 @@ def _with_source(
     bounds = {one.cls.LAYOUT.layout_id: one for one in theirs}
     modules, weights = dict(model.named_modules()) if isinstance(model, nn.Module) else {}, list[beside.Weight]()
     for item in items:
-        cls, (module, _, last) = class_of(item.value) if item.held else None, item.source.rpartition(".")
+        cls, (module, _, last) = recipe_of(item.value) if item.held else None, item.source.rpartition(".")
         matrix = (last == "weight" and item.value.dim() == 2) or "{expert}" in item.name
         is_matrix = matrix and item.value.is_floating_point() and not isinstance(modules.get(module), nn.Embedding)
         bound = bounds[cls.LAYOUT.layout_id] if cls is not None else None
@@ -361,7 +361,7 @@ def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> 
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, said: Noted) -> Iterator[tuple[str, Tensor]]:
     """An item's tensors by name, on the CPU, in new memory. Raises LayoutError if a plane has an unexpected shape."""
     if item.held:
-        planes = whole_planes(class_of(item.value), whole, joint_amax(item.value))
+        planes = whole_planes(recipe_of(item.value), whole, joint_amax(item.value))
         planes = {name: plane.cpu() for name, plane in planes.items()}
         yield from held_weights.made(item.held, planes, item.kept, said)
         return

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,13 +180,6 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> dict[str, Mapping[str
 
 
 # ------------------------------------------------------------------------------------------------------------- contents
-class Reader(Protocol):
-    """Reads slices of tensors in files."""
-
-    def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor on the CPU, to be copied and dropped. An index of () reads the whole tensor."""
-
-
 class Slices:
     """A folder's files, memory-mapped at first use. Reads only the requested slices."""
 

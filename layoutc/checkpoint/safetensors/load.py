@@ -16,11 +16,11 @@ from layoutc.checkpoint.common.buffers import made_anew
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
 from layoutc.checkpoint.held.sources import BoundSource
-from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stack, Stored
+from layoutc.checkpoint.held.stored import DTYPES, NAMES, Read, Stack, Stored
 from layoutc.checkpoint.held.weights import Scales, record_scale, warn_apart
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
-from layoutc.checkpoint.safetensors.files import Contents, Reader, Slices, crc32_of, library, read_folder
+from layoutc.checkpoint.safetensors.files import Contents, Slices, crc32_of, library, read_folder
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.checkpoint.safetensors.values import dequantized, read, values_of
 from layoutc.ints.rects import Rect
@@ -100,15 +100,13 @@ def load_safetensors(
                     step = planning.in_parts(step, slices.read) if convert else step
                     steps.append(step)
                     check(step, convert)
-                    _check_single_values(step, slices, scales)
-                    rounded += rounds(step, slices)
+                    _check_single_values(step, slices.read, scales)
+                    rounded += rounds(step, slices.read)
         agree(problems, process_group, contents.digest, f"read different files in {folder}")
         with noted(problems):
             _verify(contents, process_group)
         agree(problems, process_group)
-        amaxes = joint_amaxes(steps, slices)
-        for step in steps:
-            write(step, slices, amaxes.get(step.name))
+        write(steps, slices.read)
     say_rounded(folder, rounded, process_group)
     if rank_of(process_group) == 0:
         warn_left(Path(folder), unread)
@@ -132,7 +130,6 @@ def check(step: Step, convert: bool) -> None:
     box = box_of(param, name)
     if isinstance(local, QuantizedTensor):
         local.check_writable()
-        local.refuse_gathered()
         if local.transposed:
             raise LayoutError(f"{name} is transposed: load into the weight itself")
     if isinstance(source, Entry):
@@ -152,24 +149,24 @@ def check(step: Step, convert: bool) -> None:
         weights.check_out(local.LAYOUT, local, local, None, alone=not groups)
 
 
-def _check_single_values(step: Step, slices: Reader, scales: Scales) -> None:
+def _check_single_values(step: Step, fetch: Read, scales: Scales) -> None:
     """For other formats, checks derived tensors and planes that have one row for the whole weight, whose values may not
     fit the recipe. Adds the scales that engines join to `scales`."""
     if not isinstance(entry := step.source, Entry):
         return
     for found in entry.found:
-        found.check_stated(slices.read)
+        found.check_stated(fetch)
         of_whole = [one for one in found.planes.values() if one.shared or one.parts[0][1].bound.of_matrices]
         for stored, _ in (part for plane in of_whole for part in plane.parts):
             if (group := joined(stored.name, found.bound.binding.fused)) is not None:
-                record_scale(scales, group, stored.name, slices.read(stored, ()))
+                record_scale(scales, group, stored.name, fetch(stored, ()))
     if holds(step.param):
         for plane in (plane for one in (entry, *entry.apart) for plane in one.planes.values()):
             if isinstance(plane, BoundSource) and plane.shared:
-                plane.read(tuple(slice(0, size) for size in plane.shape), slices.read)
+                plane.read(tuple(slice(0, size) for size in plane.shape), fetch)
 
 
-def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
+def rounds(step: Step, fetch: Read, decoded: bool = False) -> list[str]:
     """[name and dtypes] if the parameter's dtype rounds values of this rank's part; else []. [] also for quantized
     parameters and dequantized sources. The values to compare are read a second time by the load.
 
@@ -187,9 +184,9 @@ def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
     if not narrower:
         return []
     if isinstance(source, Entry):
-        values = dequantized(param, local, source, slices, torch.float32)
+        values = dequantized(param, local, source, fetch, torch.float32)
     else:
-        values = read(slices, source, box_of(param).slices)
+        values = read(source, box_of(param).slices, fetch)
     rounded = narrowing.rounds(name, values, into)
     return [f"{name} ({plain} to {NAMES[into]})"] if rounded and plain is not None else []
 
@@ -274,7 +271,7 @@ def _sharing(name: str, param: Tensor, local: QuantizedTensor) -> tuple[list[dis
     return shards.amax_groups(local)[0], shards.row_sharding(local)
 
 
-def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
+def _joint_amaxes(steps: list[Step], fetch: Read) -> dict[str, Tensor]:
     """The shared amax of each parameter that is quantized from values and shares one. Collective over their shards."""
     groups, found = dict[str, Group](), dict[Group, Tensor]()
     for step in steps:
@@ -282,7 +279,7 @@ def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
         group = local.fused if isinstance(local, QuantizedTensor) and holds(step.param) else None
         if group is None or not isinstance(local, QuantizedTensor) or _is_same(local, step.source):
             continue
-        values = values_of(step, slices).to(local.device)
+        values = values_of(step, fetch).to(local.device)
         amax = operators.shared_amax(type(local), weights.as_matrix(values, (local.store.rows, local.store.matrix[1])))
         amax = reduce_max(amax, _sharing(step.name, step.param, local)[0])
         found[group] = torch.maximum(amax, found.get(group, amax).to(amax.device))
@@ -297,20 +294,27 @@ def _is_same(local: Tensor, source: Stored | Stack | Entry) -> bool:
     return local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id and bool(source.planes)
 
 
-def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
-    """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split. amax: the shared one."""
+def write(steps: list[Step], fetch: Read) -> None:
+    """Writes parameters. Collective if shards share amaxes, or blocks that cuts split."""
+    amaxes = _joint_amaxes(steps, fetch)
+    for step in steps:
+        _write(step, fetch, amaxes.get(step.name))
+
+
+def _write(step: Step, fetch: Read, amax: Tensor | None) -> None:
+    """Writes a parameter. amax: the one that it shares with others."""
     name, param, source = step
     if not holds(param):
         return
     local = local_tensor(param).detach()
     if isinstance(source, Entry) and isinstance(local, QuantizedTensor) and _is_same(local, source):
-        _write_planes(param, local, source, slices)
+        _write_planes(param, local, source, fetch)
         if completing.lacking(local, source.planes):  # planes that other formats don't store
             groups, row_sharding = _sharing(name, param, local)
             tag = shards.tag(local)
             completing.complete_(local, source.planes, groups=groups, tag=tag, row_sharding=row_sharding)
         return
-    values = values_of(step, slices)
+    values = values_of(step, fetch)
     if isinstance(local, QuantizedTensor):
         # Like copy_, but also for shards that fully_shard did not make.
         groups, row_sharding = _sharing(name, param, local)
@@ -324,14 +328,14 @@ def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
         local.copy_(values)
 
 
-def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Reader) -> None:
+def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, fetch: Read) -> None:
     """Writes the entries that cover the shard's rows, run by run; shared planes even if the shard has no rows."""
     layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
     all_rows, runs = [Rect(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
     for name in (name for name in local.store.planes if name in source.planes):
         plane, stored, into, start = layout.stored[name], source.planes[name], local.entries(name), 0
         for rows in all_rows if plane.rows_per_value is None else runs:
-            piece = read(slices, stored, entries_of(plane, stored.shape, rows, k)).view(into.dtype)
+            piece = read(stored, entries_of(plane, stored.shape, rows, k), fetch).view(into.dtype)
             into[start : start + len(piece)].copy_(piece)
             start += len(piece)
     written([local])

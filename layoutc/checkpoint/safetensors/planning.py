@@ -137,7 +137,9 @@ def plan(
         elif not any(in_files[name] in there for name in names):
             missing.append(names[0])
             if strict and names[0] not in buffers:
-                instead = _renaming(model, there) if rename is None and state[names[0]].dim() > 2 else ""
+                of_experts = rename is None and state[names[0]].dim() > 2
+                apart = min((one for one in there if of_experts and OF_EXPERT.search(one)), default="")
+                instead = f"; they have {apart}. {how_to_rename(model)}" if apart else ""
                 also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
                 renamed = f" (as {in_files[names[0]]})" if in_files[names[0]] != names[0] else ""
                 problems.append(
@@ -156,12 +158,6 @@ def plan(
     if (problems or missing) and not theirs:  # perhaps because the files are quantized in an unknown format
         problems[:0] = choosing.unknown(folder, contents.tensors)
     return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
-
-
-def _renaming(model: nn.Module, there: Collection[str]) -> str:
-    """What to do for a stack that files do not have under its name; "" if they have no experts one by one."""
-    apart = min((one for one in there if OF_EXPERT.search(one)), default=None)
-    return "" if apart is None else f"; they have {apart}. {how_to_rename(model)}"
 
 
 def how_to_rename(model: object) -> str:

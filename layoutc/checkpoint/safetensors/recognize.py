@@ -151,11 +151,6 @@ def classes() -> list[type[QuantizedTensor]]:
     return [recipe.Tensor for recipe in every()]
 
 
-def imported() -> list[type[QuantizedTensor]]:
-    """The classes of all recipes that this process has imported, such as those of a project's own package."""
-    return [cls for cls in stored_form.registered() if issubclass(cls, QuantizedTensor)]
-
-
 def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
     """The bindings that a name means, e.g. `deepseek` or `fp8_block/deepseek`. Also finds recipes in the current
     folder's `generated/`. Raises LayoutError if there are none."""
@@ -182,7 +177,8 @@ def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]
     those of recipes that this process has imported from elsewhere. First come bindings that hold values without
     conversion, then those that compare more of the config."""
     found = [one for one in with_other_blocks(bound, config) if recognizes(one.binding, config)]
-    found = found or [one for one in bindings_of(imported()) if recognizes(one.binding, config)]
+    imported = (cls for cls in stored_form.registered() if issubclass(cls, QuantizedTensor))
+    found = found or [one for one in bindings_of(imported) if recognizes(one.binding, config)]
     return sorted(found, key=lambda one: (one.converts, -len(one.binding.recognized)))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layoutc.checkpoint.common.exportable import class_of, state_of
+from layoutc.checkpoint.common.exportable import state_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import cut, gathered_whole, join_amaxes, joint_amax, whole_planes
 from layoutc.checkpoint.held.weights import Noted, made
@@ -19,6 +19,7 @@ from layoutc.checkpoint.safetensors.export import Item, bindings_of, items_of, s
 from layoutc.checkpoint.safetensors.files import Slices
 from layoutc.checkpoint.safetensors.kept import origin, warn_written
 from layoutc.checkpoint.safetensors.planning import Rename, warn_own_names
+from layoutc.runtime.weight.tensor import recipe_of
 
 
 def stream_export(
@@ -78,7 +79,7 @@ def _tensors(item: Item, said: Noted) -> Iterator[tuple[str, Tensor]]:
     """A weight's tensors. The caller's code between two of them runs in the caller's grad mode."""
     with torch.no_grad():
         whole = gathered_whole(item.value).detach()
-        planes = whole_planes(class_of(item.value), whole, joint_amax(item.value)) if item.held else {}
+        planes = whole_planes(recipe_of(item.value), whole, joint_amax(item.value)) if item.held else {}
     if not item.held:
         yield from cut(whole, item.tensors).items()
     del whole

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.held.sources import PlaneSource
-from layoutc.checkpoint.held.stored import Stack, Stored
-from layoutc.checkpoint.safetensors.files import Reader
+from layoutc.checkpoint.held.stored import Read, Stack, Stored
 from layoutc.checkpoint.safetensors.planning import Entry, Step
 from layoutc.ints.rects import Rect
 from layoutc.runtime.torch_private import local_tensor
@@ -20,38 +19,38 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 DEQUANTIZED = 1 << 22  # values to dequantize at a time
 
 
-def values_of(step: Step, slices: Reader) -> Tensor:
+def values_of(step: Step, fetch: Read) -> Tensor:
     """The values of this rank's part, in its local shape."""
     _, param, source = step
     local = local_tensor(param).detach()
     if not isinstance(source, Entry):
-        return read(slices, source, box_of(param).slices)
+        return read(source, box_of(param).slices, fetch)
     dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
-    return dequantized(param, local, source, slices, dtype)
+    return dequantized(param, local, source, fetch, dtype)
 
 
-def read(slices: Reader, source: Stored | Stack | PlaneSource, index: tuple[slice, ...]) -> Tensor:
+def read(source: Stored | Stack | PlaneSource, index: tuple[slice, ...], fetch: Read) -> Tensor:
     """Reads plain values, or a plane's entries from layoutc's files or from another format."""
-    return slices.read(source, index) if isinstance(source, Stored) else source.read(index, slices.read)
+    return fetch(source, index) if isinstance(source, Stored) else source.read(index, fetch)
 
 
-def dequantized(param: Tensor, local: Tensor, source: Entry, slices: Reader, dtype: torch.dtype) -> Tensor:
+def dequantized(param: Tensor, local: Tensor, source: Entry, fetch: Read, dtype: torch.dtype) -> Tensor:
     """The values of this rank's part, in its local shape, dequantized from the whole blocks that the part touches."""
     out, at = torch.empty(local.shape, dtype=dtype, device=local.device), 0
     for part, run in _by_parts(source, rows_of(source.shape, box_of(param))):
         for rows in _some_at_a_time([run], source.cls.LAYOUT.block_rows):
-            own = _values(part, rows, slices, dtype, local.device)
+            own = _values(part, rows, fetch, dtype, local.device)
             out.view(-1, local.shape[-1])[at : at + len(own)].copy_(own)
             at += len(own)
     return out
 
 
-def _values(source: Entry, rows: Rect, slices: Reader, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _values(source: Entry, rows: Rect, fetch: Read, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The values of a rectangle, dequantized from whole blocks."""
     cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
     blocks, planes = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k), {}
     for name, file in source.planes.items():
-        piece = read(slices, file, entries_of(layout.stored[name], file.shape, blocks, k))
+        piece = read(file, entries_of(layout.stored[name], file.shape, blocks, k), fetch)
         planes[name] = piece.to(device).contiguous().view(layout.dtypes[name])
     matrix = blocks.shape
     values = cls(planes, matrix, dtype, matrix=matrix, orientations=source.orientations).dequantize(dtype)
