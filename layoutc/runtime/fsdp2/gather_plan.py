@@ -84,7 +84,7 @@ class Weight:
             return True
         planes, writes = shard.store.planes, shard.store.writes
         if writes.waiting or (writes.initial is not None and not fsdp2.trains(param)):
-            return False  # frozen since: `hooks.begin` frees its initial values
+            return False  # frozen since: `all_gather.send` frees its initial values
         return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in self.sources)
 
     def arriving(self) -> Iterator[Part]:

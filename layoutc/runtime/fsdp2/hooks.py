@@ -1,8 +1,4 @@
-"""The runtime side of the generated FSDP2 all-gather hooks: before a gather, after it, and outside both.
-
-The pre-hook takes one argument (mesh). FSDP2's five-argument form asserts, on short ranks only, that every tensor has
-the padded shard's shape. Packed codes and scales never do, and the other ranks would hang in the collective.
-"""
+"""What a gather sends in which pass, and the state that all gathers of an FSDPParam share."""
 
 from __future__ import annotations
 
@@ -16,19 +12,16 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import on_gather
-from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, copies, outgoing, route_for, to_be_freed
-from layoutc.runtime.quantize.block_edges import gather_bytes
+from layoutc.runtime.fsdp2.wire import Gathering, Route, copies, route_for
 from layoutc.runtime.sharding import cards
-from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
+from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name
 from layoutc.runtime.storage.pending_writes import check_whole
-from layoutc.runtime.storage.planes import GatheredPlanes, Home
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -64,7 +57,7 @@ class Gathered:
 
 
 _gathered: weakref.WeakKeyDictionary[Any, Gathered] = weakref.WeakKeyDictionary()  # by FSDPParam, which outlives shards
-_simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
+simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
 
 
 def gathered_of(param: Any) -> Gathered:
@@ -79,19 +72,6 @@ def gathered_of(param: Any) -> Gathered:
 def holds_values() -> bool:
     """True while FSDP2 holds any weight gathered as values; cheaper than asking which."""
     return any(one.values is not None and one.values.untyped_storage().size() for one in list(_gathered.values()))
-
-
-# -------------------------------------------------------------------------------------------------- what the hooks call
-def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
-    """Prepares the gather of the pass that begins. Raises as gathering_of, and UnsupportedTorch."""
-    if (simulated := _simulated.get()) is not None:
-        which, shape, rows = simulated
-        return gathering_of(
-            shard, None, route_for(shard.LAYOUT, which, mesh.size(), shape, rows, shard.store.matrix[1], 0)
-        )
-    if (sharding := find(shard)) is None:
-        refuse(f"_module_state_mapping does not lead to {parameter_name(shard) or 'a weight'}, which FSDP2 gathers")
-    return gathering_of(shard, sharding, route_of(sharding, shard))
 
 
 def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route) -> Gathering:
@@ -155,8 +135,8 @@ def _check_rows_travel(shard: QuantizedTensor, dim: int) -> None:
 
 def passing(shard: Shard) -> PassName:
     """The pass that gathers now."""
-    if (simulated := _simulated.get()) is not None:
-        return simulated[0]
+    if (pretended := simulated.get()) is not None:
+        return pretended[0]
     sharding = find(shard)
     return pass_of(sharding) if sharding else "forward"
 
@@ -172,36 +152,6 @@ def pass_of(sharding: Sharding) -> PassName:
     if gathered.stays_gathered is None:
         gathered.stays_gathered = not sharding.frees_after_forward
     return gathered.codes_in(sharding.gathers_for_backward)
-
-
-def finish(
-    shard: Gatherable, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """What the post-all-gather hook returns: a new tensor and the inner tensors to free; None if `out` was given.
-
-    out: an earlier gather's tensor, whose planes are all replaced. Its aliases share its dict of planes, so those that
-    autograd saved in forward see what backward gathers. Inner tensors are planes that were copied together; FSDP2
-    frees its outputs anyway. Values of a weight that is dequantized on gather are among the inner tensors.
-    """
-    sharding = find(shard)
-    if sharding is not None and on_gather.is_awaited(sharding.param()):
-        state, device = gathered_of(sharding.param()), next(iter(planes.values())).device
-        state.read = gathering
-        values = None if out is not None else new_values(sharding, gathering.route, dtype, device)
-        assert state.values is not None
-        on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, state.values))
-        return None if values is None else (values, (values, *to_be_freed(gathering, [gathering.route], device)))
-    if out is not None:
-        deliver(shard, planes, out)
-        return None
-    cls, route, home = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch)
-    if shard.LAYOUT.passes_differ and route.which != "both":
-        planes = GatheredPlanes(planes, home, route.matrix)
-    tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard.orientations)
-    tensor.weight_name, tensor.store.home, tensor.own_products = shard.weight_name, home, shard.own_products
-    both: tuple[PassName, ...] = ("forward", "backward")
-    passes = [route_of(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
-    return tensor, to_be_freed(gathering, passes, tensor.device)
 
 
 def new_values(sharding: Sharding, route: Route, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -220,36 +170,11 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None)
     target.own_products = shard.own_products  # it may have changed
 
 
-def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:
-    """Gathers the planes of one orientation of the whole weight, outside of FSDP2's gathers.
-
-    Collective over the shard's group, and not overlapped, so only for what a pass rarely needs. The planes are freed
-    when the caller drops them. Raises MissingOrientation if FSDP2 no longer holds the shard.
-    """
-    sharding = find(shard)
-    if sharding is None or sharding.is_gone or (group := sharding.process_group) is None:
-        raise MissingOrientation(
-            f"{shard.label()}: FSDP2 no longer holds this shard, so {orientation} can't be gathered; keep a reference "
-            "to the model"
-        )
-    own: Any = shard
-    quantized: QuantizedTensor = own if isinstance(own, QuantizedTensor) else own.quantize((orientation,))
-    gathering = Gathering(route_of(sharding, quantized, "both"))
-    planes = {}
-    for name in quantized.LAYOUT.sources[orientation]:
-        if name in quantized.LAYOUT.shared:
-            planes[name] = quantized.store.planes[name].to(device)
-        else:
-            sent = outgoing(quantized, gathering, name).to(device)
-            planes[name] = arrived(gathering, name, gather_bytes(sent, group))
-    return planes
-
-
 @contextmanager
 def simulate(which: PassName, shape: Sequence[int], rows: int) -> Iterator[None]:
     """Inside, hooks may be called without FSDP2. shape: of the whole weight. rows: matrix rows of a padded shard."""
-    token = _simulated.set((which, tuple(shape), rows))
+    token = simulated.set((which, tuple(shape), rows))
     try:
         yield
     finally:
-        _simulated.reset(token)
+        simulated.reset(token)
