@@ -3,9 +3,14 @@
 Each message names the recipe, the parameter if it is known, and what would work.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import nn
+
+V = TypeVar("V", bound=Hashable)
+SHOWN = 6  # names that a message lists
 
 
 def printable(text: str) -> str:
@@ -15,6 +20,25 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def few(names: Sequence[str], most: int = SHOWN, between: str = ", ") -> str:
+    """The first names of a list, and the number of the others."""
+    more = len(names) - most
+    return between.join(names[:most]) + (f"{' ' if between == ', ' else between}and {more} more" if more > 0 else "")
+
+
+def by_value(told: Iterable[tuple[int, V]]) -> dict[V, list[int]]:
+    """The ranks that tell each value, of (rank, value) pairs."""
+    ranks: dict[V, list[int]] = defaultdict(list)
+    for rank, value in told:
+        ranks[value].append(rank)
+    return ranks
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """As in "rank 3" and "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class LayoutError(RuntimeError):

@@ -9,6 +9,7 @@ import pytest
 
 from layoutc.checkpoint.common import folders, verdicts
 from layoutc.checkpoint.common.verdicts import LONGEST, SHOWN, Problem, agree, noted, together
+from layoutc.runtime import errors
 from layoutc.runtime.errors import DamagedError, LayoutError
 
 
@@ -74,12 +75,12 @@ def test_what_is_not_an_exception_of_a_program_is_not_noted() -> None:
     assert problems == []
 
 
-@pytest.mark.parametrize("count", [1, folders._SHOWN, folders._SHOWN + 1, folders._SHOWN + 3])
+@pytest.mark.parametrize("count", [1, errors.SHOWN, errors.SHOWN + 1, errors.SHOWN + 3])
 def test_so_many_names_are_spelled_out(count: int, tmp_path: Path) -> None:
     """Of files in a folder that is no checkpoint, of ranks, and of what ranks name."""
     names = [f"file{number}" for number in range(count)]
-    shown, left = names[: folders._SHOWN], count - folders._SHOWN
-    assert folders._few(names) == ", ".join(shown) + (f" and {left} more" if left > 0 else "")
+    shown, left = names[: errors.SHOWN], count - errors.SHOWN
+    assert errors.few(names) == ", ".join(shown) + (f" and {left} more" if left > 0 else "")
     by_rank = "; ".join(f"{name} on rank {rank}" for rank, name in enumerate(shown))
     assert folders._by_rank(names) == by_rank + (f"; and {left} more" if left > 0 else "")
 

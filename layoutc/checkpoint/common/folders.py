@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from layoutc.checkpoint.common.verdicts import everywhere, from_first, rank_of, together
-from layoutc.runtime.errors import LayoutError, printable
+from layoutc.runtime.errors import LayoutError, by_value, few, printable
 
 MANIFEST = "layoutc.json"
 INCOMPLETE, PREVIOUS = ".incomplete", ".previous"  # suffixes of the folders next to a checkpoint
@@ -29,7 +29,6 @@ _PROBE = ".layoutc-probe-"
 _FILES = re.compile(
     rf"__\d+_\d+\.distcp|(__\d+)?\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(_PROBE)}[0-9a-f]{{32}}"
 )
-_SHOWN = 6  # names that a message lists
 MOST = 64 * 2**20  # maximum bytes of a companion file; tokenizers with large vocabularies have 30 MB
 _BESIDE = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py)|(?i:LICEN[CS]E|NOTICE).*")
 # Files that describe the folder's weights, which a conversion rewrites or drops: config.json and older equivalents.
@@ -55,7 +54,7 @@ def partly(path: Path) -> Path:
     like = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{8}}{re.escape(PARTLY)}")
     if left := sorted(one.name for one in os.scandir(path.parent) if like.fullmatch(one.name)):
         told = (
-            f"{path}: {_few(left)} beside it is left of an export or a conversion that was stopped, or of one that "
+            f"{path}: {few(left)} beside it is left of an export or a conversion that was stopped, or of one that "
             f"still runs; if none does: rm -r {path.with_name(left[0])}"
         )
         warnings.warn(printable(told), stacklevel=4)
@@ -99,15 +98,8 @@ def _check_same(intents: Sequence[tuple[str, str, bool]]) -> None:
 
 
 def _by_rank(values: Sequence[object]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(rank)
-    lines = [f"{value} on rank {_few([str(rank) for rank in on])}" for value, on in ranks.items()]
-    return "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    ranks = by_value(enumerate(map(str, values)))
+    return few([f"{value} on rank {few([*map(str, on)])}" for value, on in ranks.items()], between="; ")
 
 
 def _prepared(folder: Path, overwrite: bool) -> str:
@@ -148,7 +140,7 @@ def _check_replaceable(folder: Path) -> None:
         raise LayoutError(f"{folder} is a file: overwrite=True replaces a checkpoint, which is a folder")
     if names := foreign(folder):
         raise LayoutError(
-            f"{folder} holds {_few(names)}, which is not part of a checkpoint: overwrite=True replaces a checkpoint "
+            f"{folder} holds {few(names)}, which is not part of a checkpoint: overwrite=True replaces a checkpoint "
             f"and deletes nothing else. Save into another folder, such as {folder / 'checkpoint'}, or move that away"
         )
 
@@ -161,7 +153,7 @@ def _check_left(beside: Path, folder: Path) -> None:
     if not beside.is_symlink() and beside.is_dir():
         if not (names := foreign(beside)):
             return
-        what = f"holds {_few(names)}, which no save writes"
+        what = f"holds {few(names)}, which no save writes"
     raise LayoutError(f"{beside} {what}, and saving {folder} needs that name: move it away")
 
 
@@ -206,7 +198,8 @@ def remove(folder: Path) -> None:
             entry.unlink()
     if names:
         warnings.warn(
-            f"{folder} is kept: it holds {printable(_few(names))}, which is not part of a checkpoint", stacklevel=2
+            f"{folder} is kept: it holds {printable(few(names))}, which is not part of a checkpoint",
+            stacklevel=2,
         )
     else:
         folder.rmdir()

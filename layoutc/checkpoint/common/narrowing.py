@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layoutc.runtime.errors import LayoutError, printable
+from layoutc.runtime.errors import LayoutError, few, printable
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 AT_A_TIME = 1 << 22  # values to compare at a time
@@ -66,5 +66,4 @@ def rounds(name: str, values: Tensor, into: torch.dtype) -> bool:
 def warn_of(before: str, names: Sequence[str], after: str) -> None:
     """Warns once if there are names: lists the first few, and the number of the others."""
     if names:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        warnings.warn(f"{before}{printable(', '.join(names[:SHOWN]))}{more}{after}", stacklevel=4)
+        warnings.warn(f"{before}{printable(few(names, SHOWN))}{after}", stacklevel=4)

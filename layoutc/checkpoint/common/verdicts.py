@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from layoutc.runtime.errors import DamagedError, LayoutError, printable
+from layoutc.runtime.errors import DamagedError, LayoutError, by_value, few, printable
 from layoutc.runtime.sharding.meeting import meet
 
 T = TypeVar("T")
@@ -89,17 +89,12 @@ def agree(problems: Sequence[Problem], group: dist.ProcessGroup | None, facts: s
     Collective: one all_gather_object.
     """
     reports = everywhere((list(problems), facts), group)
-    ranks: dict[Problem, list[int]] = {}
-    for rank, (of_rank, _) in enumerate(reports):
-        for problem in of_rank:
-            ranks.setdefault(Problem(*problem), []).append(rank)
+    ranks = by_value((rank, Problem(*one)) for rank, (of_rank, _) in enumerate(reports) for one in of_rank)
     if ranks:
-        lines = [_line(problem.text, on, len(reports)) for problem, on in ranks.items()]
-        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-        raise KINDS[next(iter(ranks)).kind]("\n  ".join([*lines[:SHOWN], *more]))
+        lines = [
+            one.text if len(on) == len(reports) else f"rank {', '.join(map(str, on))}: {one.text}"
+            for one, on in ranks.items()
+        ]
+        raise KINDS[next(iter(ranks)).kind](few(lines, SHOWN, "\n  "))
     if differing := [rank for rank, (_, theirs) in enumerate(reports) if theirs != reports[0][1]]:
         raise LayoutError(f"rank {', '.join(map(str, differing))} and rank 0 {what}")
-
-
-def _line(text: str, on: Sequence[int], world: int) -> str:
-    return text if len(on) == world else f"rank {', '.join(map(str, on))}: {text}"

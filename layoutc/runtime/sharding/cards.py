@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import socket
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, by_value, ranks_text
 from layoutc.runtime.torch_private import current_card, store_of_all
 
 LINE = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
@@ -65,12 +65,10 @@ def card_of(device: torch.device) -> tuple[str, str, int]:
 
 def differing(modes: Mapping[int, str]) -> str:
     """What is wrong with the modes of ranks; "" if they are all the same."""
-    holders: dict[str, list[int]] = defaultdict(list)
-    for rank, mode in modes.items():
-        holders[mode].append(rank)
+    holders = by_value(modes.items())
     if len(holders) < 2:
         return ""
-    found = "; ".join(f"{mode} on rank{'s' * (len(on) > 1)} {', '.join(map(str, on))}" for mode, on in holders.items())
+    found = "; ".join(f"{mode} on {ranks_text(on)}" for mode, on in holders.items())
     most = max(holders, key=lambda mode: len(holders[mode]))
     return (
         f"ranks that gather together multiply in different modes: {found}. Put the same one around steps on all ranks, "
@@ -81,15 +79,9 @@ def differing(modes: Mapping[int, str]) -> str:
 
 def shared(cards: Mapping[int, tuple[str, str, int]]) -> str:
     """What is wrong with the cards of ranks; "" if each has its own."""
-    holders: dict[tuple[str, str], list[int]] = defaultdict(list)
     numbers = {(host, uuid): number for host, uuid, number in cards.values()}
-    for rank, (host, uuid, _) in cards.items():
-        holders[host, uuid].append(rank)
-    wrong = [
-        f"ranks {', '.join(map(str, on))} have card {numbers[card]} of {card[0]}"
-        for card, on in holders.items()
-        if len(on) > 1
-    ]
+    holders = by_value((rank, card[:2]) for rank, card in cards.items())
+    wrong = [f"{ranks_text(on)} have card {numbers[one]} of {one[0]}" for one, on in holders.items() if len(on) > 1]
     if not wrong:
         return ""
     return (

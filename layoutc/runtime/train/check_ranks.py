@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode
 from layoutc.runtime.cast.tensor import CastOnGather
-from layoutc.runtime.errors import LayoutError, check_model
+from layoutc.runtime.errors import LayoutError, by_value, check_model, few, ranks_text
 from layoutc.runtime.sharding import cards, meshes, registry, shards
 from layoutc.runtime.sharding.meeting import meet
 from layoutc.runtime.torch_private import current_card, local_tensor
@@ -216,11 +216,8 @@ def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:
     for by_rank in by_claim.values():
         subject = next(iter(by_rank.values())).subject
         lines |= dict.fromkeys(_lines(subject, {rank: claim.facts for rank, claim in by_rank.items()}))
-    shown = [*lines][:SHOWN]
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return "\n  ".join(
-        ["ranks hold different models; build, load and write them in the same way on all ranks:", *shown, *more]
-    )
+    what = "ranks hold different models; build, load and write them in the same way on all ranks:"
+    return what + "\n  " + few([*lines], SHOWN, "\n  ")
 
 
 def _lines(subject: str, facts_by_rank: Mapping[int, Mapping[str, str]]) -> Iterator[str]:
@@ -229,18 +226,12 @@ def _lines(subject: str, facts_by_rank: Mapping[int, Mapping[str, str]]) -> Iter
     if subject == "the order of parameters":
         differing = differing[:1]
     for key in differing:
-        ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, facts in facts_by_rank.items():
-            ranks[facts.get(key, "nothing")].append(rank)
+        ranks = by_value((rank, facts.get(key, "nothing")) for rank, facts in facts_by_rank.items())
         of = "parameter " if subject == "the order of parameters" else ""
-        yield f"{subject}: {of}{key}: " + "; ".join(f"{value} on {_ranks_text(on)}" for value, on in ranks.items())
+        yield f"{subject}: {of}{key}: " + "; ".join(f"{value} on {ranks_text(on)}" for value, on in ranks.items())
     if not differing:
         said = ", ".join(f"{key} {value}" for key, value in next(iter(facts_by_rank.values())).items())
-        yield f"{subject}: only on {_ranks_text(list(facts_by_rank))}, of the ranks that share it: {said}"
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        yield f"{subject}: only on {ranks_text(list(facts_by_rank))}, of the ranks that share it: {said}"
 
 
 # --------------------------------------------------------------------------------------------------------------- hashes
