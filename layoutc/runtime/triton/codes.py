@@ -214,14 +214,9 @@ def signed(codes, x, SIGN_BIT: tl.constexpr, NAN: tl.constexpr):
 @triton.jit
 def to_small_codes(
     x,
-    CVT_LEVEL: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    SIGN_BIT: tl.constexpr,
-    MAX: tl.constexpr,
-    LAST: tl.constexpr,
-    NAN: tl.constexpr,
-):
+    CVT_LEVEL: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN_BIT: tl.constexpr, MAX: tl.constexpr,
+    LAST: tl.constexpr, NAN: tl.constexpr,
+):  # fmt: skip
     """fp32 -> codes of a signed format with a mantissa and subnormals, well inside fp32's range.
 
     Rounds to nearest even, saturating. Adding 1.5 * 2^(23 - MANTISSA) times the binade of |x| rounds |x| to the
@@ -244,14 +239,9 @@ def to_small_codes(
 @triton.jit
 def to_codes(
     x,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    SUBNORMALS: tl.constexpr,
-    SIGN_BIT: tl.constexpr,
-    LAST: tl.constexpr,
-    NAN: tl.constexpr,
-    ROUNDING: tl.constexpr,
-):
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, SUBNORMALS: tl.constexpr, SIGN_BIT: tl.constexpr, LAST: tl.constexpr,
+    NAN: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
     """fp32 -> codes of any floating-point format by integer arithmetic, saturating.
 
     ROUNDING: "nearest" (ties to even), "up" or "down". SIGN_BIT: -1: unsigned. LAST: the largest finite code.
@@ -280,13 +270,9 @@ def to_codes(
 @triton.jit
 def from_codes(
     codes,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    SIGN_BIT: tl.constexpr,
-    INF_FROM: tl.constexpr,
-    NAN_FROM: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN_BIT: tl.constexpr, INF_FROM: tl.constexpr, NAN_FROM: tl.constexpr,
     MINUS_ZERO: tl.constexpr = True,
-):
+):  # fmt: skip
     """Codes of a format with subnormals -> fp32, exact. Codes from INF_FROM on are infinite; from NAN_FROM on, NaN.
 
     MINUS_ZERO: false if the sign bit alone is NaN.
@@ -339,12 +325,9 @@ def over_exponents(codes, BIAS: tl.constexpr, NAN_FROM: tl.constexpr):
 @triton.jit
 def to_integer_codes(
     x,
-    BITS: tl.constexpr,
-    LOWEST: tl.constexpr,
-    FRACTION: tl.constexpr,
-    NAN: tl.constexpr,
+    BITS: tl.constexpr, LOWEST: tl.constexpr, FRACTION: tl.constexpr, NAN: tl.constexpr,
     OFFSET: tl.constexpr = TWOS_COMPLEMENT,
-):
+):  # fmt: skip
     """fp32 -> two's complement in steps of 2^-FRACTION, to nearest even, saturating. With OFFSET: steps + OFFSET.
 
     Adding 12582912 = 1.5 * 2^23 rounds to an integer.

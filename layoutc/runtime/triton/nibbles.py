@@ -20,19 +20,10 @@ def _reciprocal(x):
 
 @triton.jit
 def store_nibbles(
-    scaled,
-    plane,
-    transposed_out,
-    at,
-    EVEN: tl.constexpr,
-    CVT_LEVEL: tl.constexpr,
-    ENCODE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    CARD_CONVERTS: tl.constexpr,
-):
+    scaled, plane, transposed_out, at,
+    EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr, ENCODE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    MAX: tl.constexpr, LOW_FIRST: tl.constexpr, CARD_CONVERTS: tl.constexpr,
+):  # fmt: skip
     """Like store_codes of ENCODE(scaled) for a tile of fp32 values; eight codes at a time if the card has conversions.
 
     CARD_CONVERTS: the format is e2m1, to which cards convert at level 100.
@@ -48,25 +39,10 @@ def store_nibbles(
 
 @triton.jit
 def store_fp4(
-    scaled,
-    source,
-    tile,
-    amax,
-    multiplier,
-    plane,
-    transposed_out,
-    at,
-    EVEN: tl.constexpr,
-    CVT_LEVEL: tl.constexpr,
-    ENCODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    CARD_CONVERTS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+    scaled, source, tile, amax, multiplier, plane, transposed_out, at,
+    EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr, ENCODE: tl.constexpr, BLOCK: tl.constexpr, MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr, MAX: tl.constexpr, LOW_FIRST: tl.constexpr, CARD_CONVERTS: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     """Like store_nibbles, but faster because the blocks' amaxes are known.
 
     scaled: the tile times the multipliers. source: (x, stride_m, stride_k), or None if x is no matrix. tile: of x, in
@@ -216,17 +192,10 @@ def _four_bytes(v0, v1, v2, v3):
 
 @triton.jit
 def load_nibbles(
-    plane,
-    at,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    CVT_LEVEL: tl.constexpr,
-    DECODE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-):
+    plane, at,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr, DECODE: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, LOW_FIRST: tl.constexpr,
+):  # fmt: skip
     """Loads a tile of codes as fp32 values: eight codes at a time, or by DECODE if the card does not convert e4m3."""
     row, column, m, k = at
     if CVT_LEVEL:

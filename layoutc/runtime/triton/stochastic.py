@@ -71,14 +71,10 @@ def to_codes_by_chance(
 
 @triton.jit
 def to_integer_codes_by_chance(
-    x,
-    bits,
-    BITS: tl.constexpr,
-    LOWEST: tl.constexpr,
-    FRACTION: tl.constexpr,
-    NAN: tl.constexpr,
+    x, bits,
+    BITS: tl.constexpr, LOWEST: tl.constexpr, FRACTION: tl.constexpr, NAN: tl.constexpr,
     OFFSET: tl.constexpr = TWOS_COMPLEMENT,
-):
+):  # fmt: skip
     """fp32 -> two's complement in steps of 2^-FRACTION (+ OFFSET), rounded stochastically, saturating."""
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1 if OFFSET == TWOS_COMPLEMENT else (1 << BITS) - 1 - OFFSET
     ADDED: tl.constexpr = 0 if OFFSET == TWOS_COMPLEMENT else OFFSET

@@ -24,18 +24,10 @@ def scales_of_128x4(free, contracted, free_count, contracted_count):
 
 @triton.jit
 def move_swizzled(
-    plane,
-    out,
-    at,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    ORIGIN: tl.constexpr,
-    PER: tl.constexpr,
-    PAD: tl.constexpr,
-    BITS: tl.constexpr = 8,
-    LOW_FIRST: tl.constexpr = True,
-    WHOLE: tl.constexpr = False,
-):
+    plane, out, at,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, ORIGIN: tl.constexpr, PER: tl.constexpr, PAD: tl.constexpr,
+    BITS: tl.constexpr = 8, LOW_FIRST: tl.constexpr = True, WHOLE: tl.constexpr = False,
+):  # fmt: skip
     """Fills a tile's share of a buffer from a plane; does nothing if the buffer is None.
 
     ORIGIN: the recipe's function (position in the buffer, m, k) -> (index of a value in the plane, whether there is

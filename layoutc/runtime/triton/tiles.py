@@ -245,14 +245,10 @@ def store_packed(pointer, codes, at, BITS: tl.constexpr, LOW_FIRST: tl.constexpr
 
 @triton.jit
 def load_codes(
-    pointer,
-    at,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    BITS: tl.constexpr = 8,
-    LOW_FIRST: tl.constexpr = True,
+    pointer, at,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, BITS: tl.constexpr = 8, LOW_FIRST: tl.constexpr = True,
     EVEN: tl.constexpr = False,
-):
+):  # fmt: skip
     """Inverse of store_packed: loads a tile of codes, (TILE_M, TILE_K) int32.
 
     EVEN affects only 8-bit codes.
@@ -270,14 +266,9 @@ def load_codes(
 
 @triton.jit
 def load_blocks(
-    plane,
-    at,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr = NO_UNITS,
-):
+    plane, at,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr = NO_UNITS,
+):  # fmt: skip
     """Loads the entries of a tile's blocks, (m blocks, k blocks), from a plane with one entry per block.
 
     at: begins with (row, column, m, k): where the tile begins, and the size of the matrix. BLOCK: rows and columns of

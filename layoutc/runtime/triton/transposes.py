@@ -152,15 +152,9 @@ def to_words(codes):
 
 @triton.jit
 def store_codes(
-    codes,
-    plane,
-    transposed_out,
-    at,
-    EVEN: tl.constexpr,
-    CVT_LEVEL: tl.constexpr,
-    BITS: tl.constexpr = 8,
-    LOW_FIRST: tl.constexpr = True,
-):
+    codes, plane, transposed_out, at,
+    EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr, BITS: tl.constexpr = 8, LOW_FIRST: tl.constexpr = True,
+):  # fmt: skip
     """Like put_words, for codes of any width. A buffer needs 8-bit codes, or 4-bit codes with low bits first."""
     if transposed_out is not None:
         packed = pack(codes, 4, 2, LOW_FIRST) if BITS == 4 else codes
@@ -202,18 +196,10 @@ def transpose_words(data, out, at, TILE: tl.constexpr, BITS: tl.constexpr, CVT_L
 
 @triton.jit
 def repack_codes(
-    data,
-    out,
-    at,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    CVT_LEVEL: tl.constexpr,
-    BITS: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    DIMS: tl.constexpr = ROWS_FIRST,
-    PAD: tl.constexpr = NO_PADDING,
-    WORDS: tl.constexpr = False,
-):
+    data, out, at,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, CVT_LEVEL: tl.constexpr, BITS: tl.constexpr, LOW_FIRST: tl.constexpr,
+    DIMS: tl.constexpr = ROWS_FIRST, PAD: tl.constexpr = NO_PADDING, WORDS: tl.constexpr = False,
+):  # fmt: skip
     """Moves a tile of codes from a plane (m, k) into a buffer; does nothing if the buffer is None.
 
     DIMS: "mk" or "km". PAD: what the buffer's sizes are rounded up to; the padding is filled with zeros. WORDS: codes
@@ -243,18 +229,10 @@ def _entries(first, TILE: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def move_scales(
-    plane,
-    out,
-    at,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER: tl.constexpr,
-    PAD: tl.constexpr = NO_PADDING,
-    DIMS: tl.constexpr = ROWS_FIRST,
-    FREE: tl.constexpr = ROWS_FREE,
-    SWIZZLE: tl.constexpr = None,
-):
+    plane, out, at,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr, PAD: tl.constexpr = NO_PADDING,
+    DIMS: tl.constexpr = ROWS_FIRST, FREE: tl.constexpr = ROWS_FREE, SWIZZLE: tl.constexpr = None,
+):  # fmt: skip
     """Moves a tile's scales from a plane into a buffer, like _put_scales; does nothing if the buffer is None.
 
     The plane has one scale per BLOCK of rows and columns. BLOCK and PER are 0 for an axis that is one block; the first
@@ -282,16 +260,10 @@ def move_scales(
 
 @triton.jit
 def store_scales_expanded(
-    scales,
-    out,
-    at,
-    BLOCK: tl.constexpr,
-    PER: tl.constexpr,
-    PAD: tl.constexpr = NO_PADDING,
-    DIMS: tl.constexpr = ROWS_FIRST,
-    FREE: tl.constexpr = ROWS_FREE,
-    SWIZZLE: tl.constexpr = None,
-):
+    scales, out, at,
+    BLOCK: tl.constexpr, PER: tl.constexpr, PAD: tl.constexpr = NO_PADDING, DIMS: tl.constexpr = ROWS_FIRST,
+    FREE: tl.constexpr = ROWS_FREE, SWIZZLE: tl.constexpr = None,
+):  # fmt: skip
     """Writes a tile's block scales, (m blocks, k blocks), into a buffer, like _put_scales, unless it is None."""
     row, column, m, k = at[:4]
     if out is not None:
