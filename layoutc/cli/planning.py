@@ -251,7 +251,7 @@ def _host(model: Model, setting: Setting, measured: tuple[int, float]) -> float:
     """How many times as long the host takes on which a step in bf16 was measured: ranks, and seconds."""
     from layoutc.budget.mesh import Mesh
     from layoutc.budget.totals import estimated
-    from layoutc.estimate.hosts import factor_of
+    from layoutc.estimate.machine import factor_of
     from layoutc.estimate.work import Use
 
     ranks, seconds = measured

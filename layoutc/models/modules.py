@@ -1,13 +1,17 @@
-"""Reads a model from its modules, on the meta device; of transformers' models also what forward saves."""
+"""Reads a model from its modules, on the meta device, or from a function that builds it.
+
+Of transformers' models also what forward saves.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from layoutc.models.weights import Kind, Layer, Model, Weight, in_layers, kind_by_name, layer_of
+from layoutc.models.weights import Kind, Layer, Model, ModelError, Weight, in_layers, kind_by_name, layer_of
 
 if TYPE_CHECKING:
     from layoutc.models.forwards import Counted
@@ -22,6 +26,35 @@ UNKNOWN = "how many experts a token is sent to is not known: their products are 
 WINDOWS = "attention is estimated over the whole sequence; some layers have a window"
 # Names in transformers' configs of the number of experts that a token is sent to.
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k")
+
+
+def read(name: str) -> Model:
+    """The model that `module:factory` returns; the module may be in the working directory.
+
+    Imports torch and runs the function, so use it only for trusted code. Raises ModelError if the function does not
+    exist, raises, or does not return a torch.nn.Module.
+    """
+    import torch
+    from torch import nn
+
+    module_name, _, function = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(f"{name}: {module_name} can't be imported: {error}") from error
+    factory: Any = getattr(module, function, None)
+    if not callable(factory):
+        raise ModelError(f"{name}: {module_name} has no function {function!r} to call without arguments")
+    try:
+        with torch.device("meta"):
+            model = factory()
+    except Exception as error:
+        raise ModelError(f"{name} raised {type(error).__name__} on the meta device: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{name} returned a {type(model).__name__}, and should return a torch.nn.Module")
+    return of_module(model, type(model).__name__, name)
 
 
 def of_module(module: Any, name: str, source: str) -> Model:

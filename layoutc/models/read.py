@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from layoutc.models import config, factory, headers, installed
+from layoutc.models import config, headers, installed, modules
 from layoutc.models.headers import content_of, mapping_of
 from layoutc.models.weights import Model, ModelError
 
@@ -41,7 +41,7 @@ def read(model: str, sizes: Mapping[str, int] | None = None) -> Model:
         content = mapping_of(content_of(path), str(path))
         return headers.read_index(path) if "weight_map" in content else _named(_of_config(content, str(path)), path)
     if _FACTORY.fullmatch(model):
-        return factory.read(model)
+        return modules.read(model)
     close = get_close_matches(model, known, 1)
     meant = f"did you mean {close[0]}? " if close else ""
     raise ModelError(f"{model} does not exist; {meant}name {FORMS}; known are {', '.join(known)}")

@@ -21,9 +21,19 @@ from blocks import Blocks, estimate, llama, sent
 
 from layoutc.build.operands import layouts_of
 from layoutc.build.pipeline import plan_for
-from layoutc.estimate.hosts import factor_of
 from layoutc.estimate.links import Link, Links, Ring
-from layoutc.estimate.machine import CARDS, H100, H200, HOST_MEMORY, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine
+from layoutc.estimate.machine import (
+    CARDS,
+    H100,
+    H200,
+    HOST_MEMORY,
+    NVLINK,
+    NVLINK_4,
+    PRODUCTS,
+    SOCKETS,
+    Machine,
+    factor_of,
+)
 from layoutc.estimate.state import EXCHANGED
 from layoutc.estimate.work import PASSES, Parts, Runs, Use, copied_bytes
 from layoutc.ints.sizes import cdiv

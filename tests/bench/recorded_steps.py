@@ -109,9 +109,9 @@ ON_GATHER = """
 512 1 2 NVLink compiled-graph: mxfp8+on_gather+exchange 42.8, fp8_block+on_gather+exchange 42.3
 """
 # Steps as called beside bf16 in the same process, by turns: the host's time, which differs from machine to machine, is
-# found from bf16's step (`layoutc.estimate.hosts`). What products in low precision, and the peer, take of it is fitted
-# to nine. Steps in low precision are those since eager linear layers are straight-line code, and compiled graphs keep
-# launches and find amaxes by rows.
+# found from bf16's step (`layoutc.estimate.machine`). What products in low precision, and the peer, take of it is
+# fitted to nine. Steps in low precision are those since eager linear layers are straight-line code, and compiled graphs
+# keep launches and find amaxes by rows.
 PAIRED = """
 512 1 2 NVLink compiled H100: bf16 70.2, fp8_block 76.1, nvfp4 77.2
 512 1 2 NVLink compiled H100: bf16 63.4, fp8_block 66.7, nvfp4 69.0, mxfp8 72.5, nvfp4+on_gather 54.5

@@ -17,9 +17,8 @@ from weight_recipes import CUT_APART, WEIGHTS
 
 from layoutc.cli.estimate import estimate as estimate_command
 from layoutc.cli.plan import plan as plan_command
-from layoutc.estimate.hosts import LEAST, MOST, factor_of
 from layoutc.estimate.links import Link, Links, Ring
-from layoutc.estimate.machine import B200, CARDS, H100, H200, NVLINK, Machine, link_of
+from layoutc.estimate.machine import B200, CARDS, H100, H200, LEAST, MOST, NVLINK, Machine, factor_of, link_of
 from layoutc.estimate.state import EXCHANGED
 from layoutc.estimate.work import PASSES, Parts, Runs, Use
 from layoutc.ints.sizes import cdiv

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from layoutc.models import config, factory, forwards
+from layoutc.models import config, forwards, modules
 from layoutc.models.weights import Model, full_name
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
@@ -77,7 +77,7 @@ CALLED = {"kimi_k2": "deepseek_v3"}
 
 
 def build() -> Any:
-    """What `factory.read` calls."""
+    """What `modules.read` calls."""
     import transformers
 
     kind, fields = CALLED.get(BUILDING["kind"], BUILDING["kind"]), BUILDING["fields"]
@@ -95,7 +95,7 @@ def described(model: Model) -> dict[str, tuple[tuple[int, ...], str, tuple[str, 
 
 def of_transformers(kind: str, fields: dict[str, Any]) -> Model:
     BUILDING.update(kind=kind, fields={key: value for key, value in fields.items() if key != "model_type"})
-    return factory.read(f"{__name__}:build")
+    return modules.read(f"{__name__}:build")
 
 
 @needs_transformers

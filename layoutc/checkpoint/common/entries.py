@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Layout
 from layoutc.runtime.weight import stored_form
 
 VALUE, UNREAD, MIXED = "value", "unread", "mixed"  # kinds that are neither a recipe nor a dtype
@@ -49,6 +50,12 @@ class EntryFacts:
     stored_bytes: int
     bytes_per_element: float | None  # None if there are no elements
     bf16_bytes: int  # size without headers if floating-point values were bf16
+
+
+def header_of_others(layout: Layout, label: str, planes: Iterable[str]) -> dict[str, Any]:
+    """The header of an entry in another format's files: what layoutc's own files say of it. label: of the binding."""
+    here = {"recipe": label, "planes": list(planes), "orientations": [next(iter(layout.sources))]}
+    return stored_form.describe(layout) | here
 
 
 def entry_of(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from layoutc.checkpoint.common.entries import EntryFacts, entry_of
+from layoutc.checkpoint.common.entries import EntryFacts, entry_of, header_of_others
 from layoutc.checkpoint.gguf.container import Held
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.held.stored import OF_OTHERS
@@ -14,7 +14,6 @@ from layoutc.checkpoint.safetensors import recognize
 from layoutc.runtime.bindings.facts import RecordBinding
 from layoutc.runtime.bindings.gguf_types import PLAIN, TYPES
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONTAINER = "gguf"
@@ -66,11 +65,5 @@ def _entry(held: Held, kind: Kind | None) -> EntryFacts:
         return entry_of(held.name, held.shape, dtype, [{"dtype": dtype}], 1, stored)
     if kind is None or len(held.shape) < 2:
         return entry_of(held.name, held.shape, "bfloat16", [None], 1, stored, kind=held.type)
-    layout = kind.cls.LAYOUT
-    orientation = next(iter(layout.sources))
-    described = stored_form.describe(layout) | {
-        "recipe": kind.label,
-        "planes": list(layout.sources[orientation]),
-        "orientations": [orientation],
-    }
-    return entry_of(held.name, held.shape, "bfloat16", [described], 1, stored)
+    header = header_of_others(layout := kind.cls.LAYOUT, kind.label, next(iter(layout.sources.values())))
+    return entry_of(held.name, held.shape, "bfloat16", [header], 1, stored)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from layoutc.checkpoint.common.entries import EntryFacts, entry_of
+from layoutc.checkpoint.common.entries import EntryFacts, entry_of, header_of_others
 from layoutc.checkpoint.held.stored import DTYPES, Stored
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.bound import Found, named_in, weights_in
@@ -63,13 +63,8 @@ def _of_others(folder: Path, contents: Contents) -> dict[str, Found]:
 
 def _held(name: str, found: Found) -> EntryFacts:
     """A weight found by a binding; the binding is the entry's kind."""
-    cls = found.bound.cls
-    header = stored_form.describe(cls.LAYOUT) | {
-        "recipe": found.bound.label,
-        "planes": list(found.planes),
-        "orientations": [next(iter(cls.LAYOUT.sources))],
-    }
     stored = sum(part.end - part.begin for plane in found.planes.values() for part, _ in plane.parts)
+    header = header_of_others(found.bound.cls.LAYOUT, found.bound.label, found.planes)
     return entry_of(name, found.shape, "bfloat16", [header], 1, stored)
 
 

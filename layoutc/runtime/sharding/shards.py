@@ -60,17 +60,11 @@ def row_sharding(shard: Shard) -> RowSharding | None:
     sharding = find(shard)
     if sharding is None or sharding.is_gone:
         return None
-    if "rows" not in sharding.known:
-        sharding.known["rows"] = _row_sharding(sharding)
-    found: RowSharding | None = sharding.known["rows"]
+    found: RowSharding | None = sharding.known.get("rows")
+    if found is None and sharding.dim == 0 and (group := sharding.process_group) is not None:
+        cuts = Cuts(prod(sharding.shape[:-1]), prod(sharding.padded_shape[:-1]), group.size())
+        found = sharding.known["rows"] = RowSharding(group, group.rank(), cuts)
     return found
-
-
-def _row_sharding(sharding: Sharding) -> RowSharding | None:
-    if sharding.dim != 0 or (group := sharding.process_group) is None:
-        return None
-    cuts = Cuts(prod(sharding.shape[:-1]), prod(sharding.padded_shape[:-1]), group.size())
-    return RowSharding(group, group.rank(), cuts)
 
 
 def row_sharding_of(param: Tensor, shard: Shard) -> RowSharding | None:
@@ -95,9 +89,8 @@ def check_cuts(shard: Shard) -> None:
         return
     if sharding.is_part:
         _check_parts_of(shard, sharding)
-    if (dim := sharding.dim) == 0:
-        return
-    _check_cut(layout, sharding.shape, dim, shard.shape[dim], str(parameter_name(shard)), "", "shard dim 0")
+    if dim := sharding.dim:
+        _check_cut(layout, sharding.shape, dim, shard.shape[dim], str(parameter_name(shard)), "", "shard dim 0")
 
 
 def _check_parts_of(shard: Shard, sharding: Sharding) -> None:
