@@ -72,6 +72,16 @@ def is_backward_of_a_model() -> bool:
     return False
 
 
+def steps() -> bool:
+    """True within the step of an optimizer; false again in the model that the step's closure calls."""
+    for frame in _frames():
+        if _module(frame) == "torch.optim.optimizer":  # which wraps step, and calls its hooks
+            return True
+        if _is_engine(frame) or _module(frame) == "torch.nn.modules.module":
+            return False
+    return False
+
+
 def syncing_replicas() -> FrameType | None:
     """The frame in which DistributedDataParallel broadcasts parameters, which has the source rank; else None."""
     first = next(_above(), None)

@@ -175,6 +175,46 @@ def test_an_optimizer_that_steps_in_backward_reads_values() -> None:
         assert torch.equal(one, other)
 
 
+class Steps(torch.optim.Optimizer):
+    """Writes what a function computes from each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step, and then the closure."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.copy_(group["of"](param))
+        return None if closure is None else closure()
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda w: w.index_put((w > 0,), 0.9 * w[w > 0]),
+        lambda w: w[torch.arange(64).flip(0)],
+        lambda w: torch.cat([w[:32].sort(1)[0], w[32:].roll(1, 0)]),
+        lambda w: w - 0.1 * w @ w.T @ w,
+        lambda w: torch.einsum("ij,kj->ik", w, w),
+        lambda w: F.linear(torch.eye(64), w),
+        lambda w: torch.bmm(torch.eye(64)[None], w[None])[0],
+    ],
+)
+@pytest.mark.parametrize("mode", ["dequantize", "low_precision"])
+def test_whatever_an_optimizer_reads_are_values(of: Callable[[Tensor], Tensor], mode: Any) -> None:
+    """Its step would write rounded values into the weight; the model that its closure calls is quantized."""
+    recipe = "fp8_current"
+    expected, weight = nn.Parameter(values_for()), nn.Parameter(module_of(recipe).CastTensor(values_for()))
+    model = nn.Linear(64, 64, bias=False)
+    model.weight = weight
+    with layoutc.products(mode):
+        Steps([expected], {"of": of}).step()
+        loss = Steps([weight], {"of": of}).step(partial(model, X))
+        assert torch.equal(loss, model(X))
+    assert torch.equal(weight.plain, expected)
+    if mode == "dequantize":
+        assert torch.equal(loss, F.linear(X, module_of(recipe).quantize(expected.detach()).dequantize()))
+
+
 class Scaled(torch.autograd.Function):
     """x * w, with a backward of its own."""
 

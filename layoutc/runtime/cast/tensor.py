@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.ints.cuts import NO_HALO
-from layoutc.runtime import product_mode, strict
+from layoutc.runtime import callers, product_mode, strict
 from layoutc.runtime.cast import gather_group, into_row
 from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
@@ -56,9 +56,9 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     - Operators that write, copy, convert or send see the values, and so does every operator on a shard that FSDP2
       holds. In a model, a copy of a view means the view.
     - Other operators see the values of a detached alias (`.data`, `.detach()`) and of its views, in any grad mode.
-    - On the parameter itself and its views, pointwise operators and reductions see the values under no_grad, as
-      optimizers and averages need. All others, and those in a model's backward, see the quantized weight, which is
-      counted as an implicit dequantize.
+    - On the parameter itself and its views, all operators see the values in an optimizer's step, and pointwise
+      operators and reductions under no_grad, as averages need. All others, and those in a model's backward, see the
+      quantized weight, which is counted as an implicit dequantize.
     """
 
     QUANTIZED: ClassVar[type[QuantizedTensor]]
@@ -172,6 +172,8 @@ class CastOnGather(ReportedMemory, torch.Tensor):
 
         Raises ImplicitDequantize under strict() for the latter.
         """
+        if not torch.is_grad_enabled() and callers.steps():
+            return self._plain  # a step writes what it computes from them
         try:
             return self.quantize(orientations)
         except InexactView:

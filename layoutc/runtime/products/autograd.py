@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import library
+from layoutc.runtime import callers, library
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.product_mode import Mode
@@ -173,6 +173,8 @@ def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
             "torch.export.export(model, inputs) or torch.compile(model)"
         )
     multiply = FUNCTIONS.get(func)
+    if multiply and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and callers.steps():
+        multiply = None  # a step computes with what a dispatch handler gives it
     with without_torch_function():  # inside, reading a weight's shape must not call this function
         made = None if multiply is None else multiply(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if made is None else made
