@@ -30,12 +30,8 @@ _REFUSED: tuple[tuple[Path, str], ...] = (
 
 def candidates_round_to_nearest(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A rule that tries several scales compares rounding errors, so it can't round stochastically."""
-    found: set[Path] = set()
     for side in sides(spec):
-        if side.element.round != "stochastic" or side.rule is None or not side.rule.candidates:
-            continue
-        if (where := (*side.element_at, *side.scale_at)) not in found:
-            found.add(where)
+        if side.element.round == "stochastic" and side.rule is not None and side.rule.candidates:
             message = f"{side.scale.rule} takes the scale with the least error, which random bits would decide"
             used = source.value((*side.scale_at, "rule"), "tries several scales for each block")
             help = "delete `round`, or write another rule"
