@@ -123,6 +123,12 @@ def renamed(folder: Path, name: Any) -> None:
     put_metadata(folder, metadata)
 
 
+def of_another_save(folder: Path) -> None:
+    """Whole items of the same lengths, at the same places."""
+    checkpoint.save(state(5), folder.parent / "other")
+    (folder / "__0_0.distcp").write_bytes((folder.parent / "other" / "__0_0.distcp").read_bytes())
+
+
 def with_program(folder: Path, name: str, program: bytes) -> None:
     """An item whose pickle is another one."""
     content = records(item(folder, name))
@@ -344,6 +350,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "more than 64 dims",
     ),
     "a long .metadata": (lambda f: sparse(f / ".metadata", 2**40, b"\x80\x02"), "but such a file has at most"),
+    "a file of another save": (of_another_save, "is not the item that was saved there"),
     "a long item": (long_item, "has more bytes than its elements can need"),
     "a deep manifest": (lambda f: (f / "layoutc.json").write_bytes(b'{"files": ' + DEEP), "brackets"),
     "a nested manifest": (
