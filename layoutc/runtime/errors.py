@@ -56,6 +56,17 @@ class UnsupportedOperator(LayoutError, NotImplementedError):
     """An operator is not exact on stored bytes, and would be wrong on a dequantized copy too."""
 
 
+class ValuesAlone(UnsupportedOperator):
+    """A hook of saved tensors keeps the values of a weight, and backward needs the weight."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(
+            f"a hook of torch.autograd.graph.saved_tensors_hooks keeps values of {label}, and backward multiplies the "
+            "quantized weight: have the hook move the tensor, as torch's save_on_cpu() does without pin_memory, or "
+            'return it as it is where hasattr(tensor, "LAYOUT")'
+        )
+
+
 class ImplicitDequantize(LayoutError):
     """Under layoutc.strict(): an operator would dequantize implicitly."""
 

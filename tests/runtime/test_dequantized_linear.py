@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import product_modes
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from layoutc.runtime.errors import ValuesAlone
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd
@@ -267,3 +270,43 @@ def test_a_kept_launch_is_not_asked_where_it_does_not_fit(change: str, monkeypat
         monkeypatch.setattr(weight.store, "halo", weight.store.halo._replace(before=128))
     monkeypatch.setattr(type(weight), "values_of", lambda *_: torch.ones(256, 128))
     assert autograd.values_of(weight, "rowwise", torch.float32).all()
+
+
+def as_values(tensor: Tensor) -> Tensor:
+    """As save_on_cpu(pin_memory=True) keeps a tensor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def as_bytes(tensor: Tensor) -> io.BytesIO:
+    """As hooks keep tensors in files."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("mode", ["dequantize", "reference"])
+@pytest.mark.parametrize("use", ["quantized", "cast"])
+@pytest.mark.parametrize("pack", [torch.Tensor.cpu, as_bytes, as_values])
+def test_hooks_of_saved_tensors_keep_weights_or_are_refused(
+    use: str, pack: Callable[[Tensor], Any], mode: Mode
+) -> None:
+    """Gradients are those without hooks; values alone have no codes, and multiplied unquantized, or not at all."""
+    x, weight, bias = case("mxfp8", (64,), torch.float32, with_bias=True)
+    if use == "cast":
+        recipe = importlib.import_module("layoutc.recipes.mxfp8")
+        weight = nn.Parameter(recipe.CastTensor(weight.detach().dequantize()))
+
+    def unpack(kept: Any) -> Tensor:
+        back: Tensor = torch.load(kept, weights_only=True) if isinstance(kept, io.BytesIO) else kept
+        return back
+
+    with product_modes.products(mode):
+        expected = results(F.linear, x, weight, bias)
+        refused = pack is as_values or (pack is as_bytes and (use, mode) == ("cast", "dequantize"))
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+            pytest.raises(ValuesAlone, match="have the hook move the tensor") if refused else nullcontext(),
+        ):
+            found = results(F.linear, x, weight, bias)
+    assert refused or all(map(torch.equal, found, expected))

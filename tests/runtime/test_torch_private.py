@@ -422,7 +422,7 @@ def test_each_name_has_a_test() -> None:
         name
         for name, value in vars(private).items()
         if name.isidentifier() and not name.startswith("_") and not isinstance(value, ModuleType)
-        if name not in ("annotations", "Any", "Tensor", "DTensor", "attrgetter", "cache")
+        if name not in ("annotations", "Any", "Tensor", "DTensor", "attrgetter", "cache", "wraps")
         if name not in ("Callable", "AbstractContextManager", "Iterator", "Mapping", "contextmanager")
     }
     assert {name for name in own if f"private.{name}" not in text} == set()
@@ -597,6 +597,19 @@ def test_dispatch_mode_stack() -> None:
     with Seen() as one, Seen() as other:
         assert private.dispatch_mode_stack() == [one, other]
     assert private.dispatch_mode_stack() == []
+
+
+def test_saving_hooks() -> None:
+    """Within the context of hooks, also while one is called, with gradients off."""
+    seen: list[bool] = []
+
+    def pack(x: Tensor) -> Tensor:
+        seen.append(private.saving_hooks(True) is not None and not torch.is_grad_enabled())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        torch.ones(2, requires_grad=True).sin()
+    assert (seen, private.saving_hooks(True)) == ([True], None)
 
 
 def test_jit_records() -> None:

@@ -196,6 +196,8 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
         for tensor in tree_leaves(args[0]):
             if isinstance(tensor, CastOnGather):
                 _refuse_gathers_of_values(tensor)
+    if func is aten.copy_.default and isinstance(args[1], CastOnGather) and not isinstance(args[0], CastOnGather):
+        args[1].check_saved()
     targets = _written(func, args, kwargs)
     everything = bool(targets) or _reads_values(func, args, kwargs)
     in_formula = in_backward() and callers.is_backward_of_a_model()

@@ -22,7 +22,7 @@ from layoutc.runtime.cast import gather_group, into_row
 from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.dispatch.views import InexactView
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, ValuesAlone
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import all_gather
 from layoutc.runtime.product_mode import Settings
@@ -30,7 +30,7 @@ from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.sharding.shards import RowSharding
-from layoutc.runtime.torch_private import no_torch_function, passed_over_by_compilers, traced
+from layoutc.runtime.torch_private import no_torch_function, passed_over_by_compilers, saving_hooks, traced
 from layoutc.runtime.weight import flattening, operators
 from layoutc.runtime.weight.deep_copy import deep_copied
 from layoutc.runtime.weight.reported_memory import ReportedMemory
@@ -330,12 +330,10 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         return flattening.digest(f"cast to {self.QUANTIZED.KEY}", self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a parameter as a part of its module, and any other tensor as its plain values.
-
-        So loading a state dict needs torch only.
-        """
+        """Pickles a parameter as a part of its module, and others as plain values, so torch alone loads state dicts."""
         if (key := flattening.for_cache(self)) is not None:
             return key
+        self.check_saved()
         values = self._plain
         if values.numel() * values.element_size() != values.untyped_storage().nbytes():
             values = values.clone()
@@ -352,6 +350,12 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             return other
 
         return deep_copied(self, memo, make)  # type: ignore[no-any-return]
+
+    def check_saved(self) -> None:
+        """Raises ValuesAlone where a hook of saved tensors copies the values of a view that a model multiplies with:
+        gradients are off there, and the view has one."""
+        if self._views and self.requires_grad and not torch.is_grad_enabled() and saving_hooks(True) is not None:
+            raise ValuesAlone(self.label())
 
     def share_memory_(self) -> Self:
         """Moves the values to shared memory."""

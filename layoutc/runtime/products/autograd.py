@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import callers, library
 from layoutc.runtime import product_mode as mode
-from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.errors import UnsupportedOperator, ValuesAlone
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import flops, linear, steady_linear
 from layoutc.runtime.products.choice import Keeps, keeps
@@ -84,6 +84,7 @@ class LowPrecisionLinear(torch.autograd.Function):
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the needed gradients among those of x, weight and bias."""
     weight, *saved = ctx.saved_tensors
+    check_saved(weight, grad)
     grad = arrived(grad)
     needs_input, trains, needs_bias = ctx.needs_input_grad[:3]
     keeps: Keeps = ctx.keeps if trains else "nothing"
@@ -113,6 +114,7 @@ class DequantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the needed gradients. Double backward uses the class's products."""
         x, weight = ctx.saved_tensors
+        check_saved(weight, grad)
         needs_input, trains, needs_bias = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         of_input = of_weight = None
@@ -123,6 +125,12 @@ class DequantizedLinear(torch.autograd.Function):
             if trains:
                 of_weight = flat.t() @ x.reshape(-1, x.shape[-1])
         return of_input, of_weight, flat.sum(0) if needs_bias else None
+
+
+def check_saved(weight: Any, grad: Tensor) -> None:
+    """Raises ValuesAlone if a hook of saved tensors gave back plain values of a weight."""
+    if type(weight) is Tensor and not is_wrapped(weight) and not traced(grad):
+        raise ValuesAlone(f"a quantized weight of shape {tuple(weight.shape)}")
 
 
 def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:

@@ -57,6 +57,7 @@ class LowPrecisionExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients that are needed."""
         weight, offs, *saved = ctx.saved_tensors
+        autograd.check_saved(weight, grad)
         grad = autograd.arrived(grad)
         needs_input, trains = ctx.needs_input_grad[:2]
         keeps = ctx.keeps if trains else "nothing"

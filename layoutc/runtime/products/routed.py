@@ -181,6 +181,8 @@ class LowPrecisionRouted(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients that are needed."""
         saved = ctx.saved_tensors
+        for weight in saved[4:6]:
+            autograd.check_saved(weight, grad)
         needs_input, _, up, down = ctx.needs_input_grad[:4]
         grad = autograd.arrived(grad)
         made = _call(_routed_backward, saved[4], grad, *saved, needs_input, [up, down])

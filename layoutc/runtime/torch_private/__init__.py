@@ -50,6 +50,9 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 #: Whether autocast is on for CPUs or CUDA; faster than asking for one device type. May miss other device types.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
+#: The hooks of `torch.autograd.graph.saved_tensors_hooks` that are on; None without any, with True as the argument.
+saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
 #: Whether torch.profiler is recording.
 profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
