@@ -32,7 +32,7 @@ from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import no_torch_function, passed_over_by_compilers, saving_hooks, traced
 from layoutc.runtime.weight import flattening, operators
-from layoutc.runtime.weight.deep_copy import deep_copied
+from layoutc.runtime.weight.plane_tensor import deep_copied
 from layoutc.runtime.weight.reported_memory import ReportedMemory
 from layoutc.runtime.weight.tensor import QuantizedTensor, in_inference_mode
 

@@ -6,13 +6,14 @@ m-major. The planes of a view over leading dims are views of the base's, so a wr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from math import prod
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator, made_of_one_tensor
@@ -223,3 +224,24 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
                 f"{self.label()} is gathered, and the next gather would overwrite this write. Write into the sharded "
                 "parameter, on all ranks: before forward, or after reshard()"
             )
+
+
+def deep_copied(tensor: Tensor, memo: dict[int, Any], make: Callable[[], Any]) -> Any:
+    """What `__deepcopy__(memo)` of a quantized or a cast-on-gather weight returns.
+
+    make: a copy of the tensor with its own memory, under no_grad. A parameter's copy is a parameter. Its gradient and
+    the attributes that users have set on it are deep-copied too.
+    """
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with torch.no_grad():
+        other = make()
+    other = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+    other.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = other
+    for name, value in tensor.__dict__.items():
+        if name not in other.__dict__:
+            setattr(other, name, copy.deepcopy(value, memo))
+    if tensor.grad is not None:
+        other.grad = copy.deepcopy(tensor.grad, memo)
+    return other

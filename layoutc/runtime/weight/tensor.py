@@ -24,8 +24,7 @@ from layoutc.runtime.torch_private import (
     without_torch_function,
 )
 from layoutc.runtime.weight import flattening, gathered_in_graphs, operators, staging, stored_form
-from layoutc.runtime.weight.deep_copy import deep_copied
-from layoutc.runtime.weight.plane_tensor import Handler, PlaneTensor
+from layoutc.runtime.weight.plane_tensor import Handler, PlaneTensor, deep_copied
 
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
