@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import layoutc
 from layoutc.runtime.fsdp2 import all_gather
 from layoutc.runtime.fsdp2.gather_plan import GatherPlan
-from layoutc.runtime.sharding import gathered
+from layoutc.runtime.torch_private import fsdp2
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 MODES = (
@@ -205,15 +205,15 @@ def hostile() -> Iterator[None]:
 
         return sleeping
 
-    of_gathers, fill, arrive = gathered.allocate, GatherPlan.fill, GatherPlan.arrive
-    gathered.allocate = poisoned_in_few_steps
+    of_gathers, fill, arrive = fsdp2.allocate, GatherPlan.fill, GatherPlan.arrive
+    fsdp2.allocate = poisoned_in_few_steps
     GatherPlan.fill, GatherPlan.arrive = slept(fill), slept(arrive)  # type: ignore[method-assign]
     FSDPParam.alloc_all_gather_outputs = poisoned  # type: ignore[method-assign]
     all_gather.send, all_gather.receive = slept(send), slept(receive)  # which hooks call
     try:
         yield
     finally:
-        gathered.allocate = of_gathers
+        fsdp2.allocate = of_gathers
         GatherPlan.fill, GatherPlan.arrive = fill, arrive  # type: ignore[method-assign]
         FSDPParam.alloc_all_gather_outputs = allocate  # type: ignore[method-assign]
         all_gather.send, all_gather.receive = send, receive

@@ -151,7 +151,7 @@ class GatherPlan:
     def arrive(self, received: Tensor) -> None:
         """Builds the whole parameters from the rows of all ranks, (ranks * nbytes,) uint8."""
         for one in self.outputs:  # also those that nothing reads: FSDP2 and budgets count them
-            gathered.allocate(one)
+            fsdp2.allocate(one)
         for run in self.arriving or self._views():
             run.arrive(received)
         if self.of_values:
@@ -183,7 +183,8 @@ class GatherPlan:
             return {}
         if not self.copies:
             with torch.inference_mode(False):
-                self.copies = {id(one): wire.copies(one.gathering.shared) for one in self.sharing}
+                for one in self.sharing:
+                    self.copies[id(one)] = {name: plane.clone() for name, plane in one.gathering.shared.items()}
             return self.copies
         targets = [plane for one in self.copies.values() for plane in one.values()]
         with keeping_version(*targets):
@@ -194,7 +195,7 @@ class GatherPlan:
         """Allocates and writes values, by the launches of an earlier gather if no address has changed."""
         places = [received]
         for weight in self.of_values:
-            gathered.allocate(values := weight.values)
+            fsdp2.allocate(values := weight.values)
             places += [values, *weight.gathering.shared.values()]
         place = place_of(places, received.device)
         if (launches := self.launches.get(place)) is not None:

@@ -18,7 +18,7 @@ from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import on_gather
-from layoutc.runtime.fsdp2.wire import Gathering, Route, copies, route_for
+from layoutc.runtime.fsdp2.wire import Gathering, Route, route_for
 from layoutc.runtime.sharding import cards
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name
 from layoutc.runtime.storage.pending_writes import check_whole
@@ -94,7 +94,7 @@ def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route
         # Gathered codes must keep their scale if the shard is requantized before they are read.
         stays = sharding is None or not (sharding.frees_after_pass or on_gather.is_awaited(sharding.param()))
         planes = {name: shard.store.planes[name] for name in layout.shared_in[route.which]}
-        gathering.shared = copies(planes) if stays else planes
+        gathering.shared = {name: plane.clone() for name, plane in planes.items()} if stays else planes
     if sharding is not None:
         gathering.joined = gathered_of(sharding.param()).joined
         if sharding.dim:

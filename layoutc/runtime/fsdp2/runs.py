@@ -12,9 +12,8 @@ from torch import Tensor
 
 from layoutc.runtime.kernels.copies import MOVING, WORD, copies_in, copies_out
 from layoutc.runtime.kernels.plans import Plans, place_of
-from layoutc.runtime.sharding.gathered import allocate
 from layoutc.runtime.torch_private import foreach_copy_, keeping_version
-from layoutc.runtime.torch_private.fsdp2 import outputs_of, plain_shard_of
+from layoutc.runtime.torch_private.fsdp2 import allocate, outputs_of, plain_shard_of
 
 
 class PlainParameter:

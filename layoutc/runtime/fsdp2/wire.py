@@ -109,11 +109,6 @@ def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor
     return planes, gathering
 
 
-def copies(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of planes that travel as metadata, for a weight that may be gathered while its shard is requantized."""
-    return {name: plane.clone() for name, plane in planes.items()}
-
-
 def filled(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Planes in slots of fixed sizes in bytes. Planes smaller than their slot are padded with zeros.
 

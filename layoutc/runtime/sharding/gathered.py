@@ -148,13 +148,6 @@ def weights_of_values() -> dict[int, Tensor]:
     return {id(made): param.sharded_param for made, param in held if made is not None}
 
 
-def allocate(values: Tensor) -> None:
-    """Gives the tensor that a gather leaves values in its memory, as FSDP2 would before the post-all-gather hook."""
-    storage, nbytes = values.untyped_storage(), values.nbytes
-    if storage.size() != nbytes:
-        storage.resize_(nbytes)
-
-
 def check_resharded(sharding: Sharding, name: str) -> None:
     """Raises LayoutError while FSDP2 holds the whole weight, or gathers it. name: of the weight."""
     if fsdp2.is_held(sharding):

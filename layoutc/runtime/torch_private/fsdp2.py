@@ -284,6 +284,13 @@ def outputs_of(param: Any) -> list[Tensor]:
     return param.all_gather_outputs  # type: ignore[no-any-return]
 
 
+def allocate(values: Tensor) -> None:
+    """Gives a tensor that a gather writes its memory, as FSDP2 would before the post-all-gather hook."""
+    storage, nbytes = values.untyped_storage(), values.nbytes
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+
+
 def free_outputs(params: Iterable[Any]) -> None:
     """Frees the gathered bytes, as FSDP2 does after the pass; it reallocates them for the next gather."""
     for param in params:
