@@ -18,6 +18,7 @@ from harness import Ranks
 from torch import nn
 
 import layoutc
+from layoutc import checkpoint
 
 pytestmark = pytest.mark.checkout
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "trainers.md"
@@ -31,6 +32,31 @@ def block(package: str) -> str:
     page = PAGE.read_text(encoding="utf-8")
     (found,) = [text for text in re.findall(r"```\w+\n(.*?)```", page, re.S) if f"integrations.{package}" in text]
     return str(found)
+
+
+def test_diffusers_reads_what_the_page_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install diffusers")
+    kind = diffusers.DiTTransformer2DModel
+    model = kind(
+        num_attention_heads=4,
+        attention_head_dim=16,
+        num_layers=1,
+        sample_size=8,
+        num_embeds_ada_norm=8,
+        norm_num_groups=8,
+    )
+    layoutc.quantize_(model, "mxfp8", param_filter=["*.attn1.*.weight"])
+    monkeypatch.chdir(tmp_path)
+    (found,) = [
+        text
+        for text in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+        if "save_config" in text
+    ]
+    exec(found, {"checkpoint": checkpoint, "model": model, "torch": torch, "Path": Path})
+    read = dict(kind.from_pretrained("out").named_parameters())
+    for name, param in model.named_parameters():
+        values = param.dequantize() if hasattr(param, "planes") else param
+        assert torch.equal(read[name], values.bfloat16().float())
 
 
 @pytest.mark.thorough
