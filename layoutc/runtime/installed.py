@@ -37,7 +37,7 @@ def find(recipe: Recipe) -> ModuleType:
     if not isinstance(recipe, str | os.PathLike):
         kind = recipe.__name__ if isinstance(recipe, type) else type(recipe).__name__
         meant = _elsewhere(kind)
-        raise ValueError(f"a {kind} names no recipe: {f'pass {meant!r}, or ' if meant else ''}{WAYS}")
+        raise ValueError(f"{kind} names no recipe: {f'pass {meant!r}, or ' if meant else ''}{WAYS}")
     path = Path(recipe)
     if path.suffix in SUFFIXES:
         return _of_spec(path)

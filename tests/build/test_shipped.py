@@ -287,11 +287,11 @@ def test_spec_that_changed_since_its_build_is_refused(tmp_path: Path, monkeypatc
         ("nvfp5", "Did you mean nvfp4"),
         ("Float8BlockScaling", "Did you mean fp8_block"),
         ("rowwise", "Did you mean fp8_rowwise_all"),
-        (type("MXFP8BlockScaling", (), {})(), "a MXFP8BlockScaling names no recipe: pass 'mxfp8', or give"),
+        (type("MXFP8BlockScaling", (), {})(), "MXFP8BlockScaling names no recipe: pass 'mxfp8', or give"),
         ("zebra", "Those that there are, `layoutc list` names"),
         ("no/such", "no/such is none"),
         (torch, "torch is no recipe's package"),
-        (3, "a int names no recipe"),
+        (3, "int names no recipe"),
     ],
 )
 def test_what_names_no_recipe_is_refused_with_the_ways(recipe: object, match: str) -> None:

@@ -362,7 +362,7 @@ def test_a_filter_chooses_modules_by_name_and_kind(recipe: str) -> None:
         seen.append(name)
         return name in ("embed", "blocks.1")
 
-    assert layoutc.quantize_(net, recipe, filter_fn=choose) == ["embed.weight", "blocks.1.weight"]
+    assert layoutc.quantize_(net, recipe, choose) == ["embed.weight", "blocks.1.weight"]  # as torchao's quantize_
     assert set(seen) == {name for name, _ in net.named_modules()}
     assert isinstance(net.embed.weight, module(recipe).Tensor)
     assert layoutc.quantize_(nn.Linear(256, 256), recipe) == ["weight"]

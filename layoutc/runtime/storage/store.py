@@ -36,6 +36,11 @@ class Stack(NamedTuple):
     each: int
     first: int = 0
 
+    @classmethod
+    def of(cls, shape: tuple[int, ...], transposed: bool) -> Stack:
+        """Of a tensor of this outer shape that begins with a whole matrix."""
+        return cls(shape[-1 if transposed else -2] if len(shape) > 1 else 1)
+
 
 @dataclass(eq=False)  # by identity: tensors compare element by element
 class Piece:

@@ -65,8 +65,8 @@ class Filters(NamedTuple):
 def quantize_(
     model: nn.Module,
     recipe: Recipe,
-    *,
     filter_fn: Filter | None = None,
+    *,
     param_filter: ParamFilter | None = None,
     keep_values: bool = True,
     share_amax: Fused = False,
@@ -117,8 +117,8 @@ def quantize_(
 def cast_on_gather_(
     model: nn.Module,
     recipe: Recipe,
-    *,
     filter_fn: Filter | None = None,
+    *,
     param_filter: ParamFilter | None = None,
     share_amax: Fused = False,
 ) -> list[str]:

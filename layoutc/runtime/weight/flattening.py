@@ -33,7 +33,7 @@ class Context(NamedTuple):
     transposed: bool
     dtype: torch.dtype
     halo: Halo
-    stack: Stack | None  # the matrices with an amax each
+    stack: Stack | None  # the matrices with an amax each, if the outer shape, which a graph may not know, does not say
     whole: tuple[int, int] | None  # (m, k) of the gathered weight, if passes gather different planes
     window: Rect | None  # the part of it that this tensor is
     own_products: Settings | None  # its per-weight mode, which a traced tensor has too
@@ -53,8 +53,10 @@ def flatten(tensor: PlaneTensor) -> tuple[list[str], Context]:
     store, flat = tensor.store, tensor.flat
     planes = store.planes
     with without_torch_function():
-        dtype = tensor.dtype
-    of = store.matrix, store.declared, tensor.transposed, dtype, store.halo, store.stack
+        dtype, stack = tensor.dtype, store.stack
+        if stack is not None and stack == Stack.of(tensor.shape, tensor.transposed):
+            stack = None
+    of = store.matrix, store.declared, tensor.transposed, dtype, store.halo, stack
     products = tensor.own_products, product_mode.setting(tensor)
     facts = *planes, *of, *products
     if flat is None or flat.planes is not planes or flat.facts != facts:
@@ -88,7 +90,9 @@ def unflatten(
         transposed=context.transposed,
         halo=context.halo,
     )
-    tensor.store.home, tensor.store.stack, tensor.own_products = home, context.stack, context.own_products
+    tensor.store.home, tensor.own_products = home, context.own_products
+    if context.stack is not None:
+        tensor.store.stack = context.stack
     return tensor
 
 

@@ -77,7 +77,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
             matrix = matrix or (prod(shape[:-1]), shape[-1])
             store = PlaneStore(cls.LAYOUT, planes, matrix, orientations or cls.LAYOUT.orientations, halo)
             if cls.LAYOUT.amax_of_matrices:
-                store.stack = Stack(shape[-1 if transposed else -2] if len(shape) > 1 else 1)
+                store.stack = Stack.of(shape, transposed)
         strides = None  # contiguous
         if transposed:  # the last two dims of a contiguous tensor, swapped
             strides = list(contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
