@@ -47,6 +47,7 @@ def read_item(folder: Path, name: str, info: StorageInfo, is_tensor: bool) -> An
     if is_tensor and program and (value := _tensor(data, directory, program, slices, where)) is not None:
         return value
     unpickling.check(program, where, longest=255)
+    unpickling.check_calls(program, where)
     return _any(data, name, where)
 
 

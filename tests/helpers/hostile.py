@@ -286,12 +286,18 @@ STEP: dict[str, tuple[bytes, str]] = {  # programs in the place of a plain value
     "a tuple of tuples as a key": (b"\x80\x02}" + TUPLES + b"Ns.", TUPLED),
     "tuples a million deep as a key": (b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.", TUPLED),
     "tuples beside empty ones as a key": (b"\x80\x02})" + b")\x86" * 1_000_000 + b"Ns.", TUPLED),
-    "a bytearray of a size": (
-        b"\x80\x02" + named("builtins", "bytearray") + b"\x8a\x05\0\0\0\0\x10\x85R.", "can't be read"
-    ),
-    "a tensor of a size": (
-        b"\x80\x02" + named("torch", "Tensor") + b"\x8a\x05\0\0\0\0\x10\x85R.", "can't be read"
-    ),
+    **{
+        f"a {name} of a size": (
+            b"\x80\x02" + named(module, name) + b"\x8a\x05\0\0\0\0\x10\x85" + call + b".",
+            f"it makes a {module}.{name} of a size that it states",
+        )
+        for module, name, call in (
+            ("builtins", "bytearray", b"R"),
+            ("torch", "Tensor", b"R"),
+            ("torch", "FloatTensor", b"R"),
+            ("torch.storage", "UntypedStorage", b"\x81"),
+        )
+    },
     "a value that is not there": (b"\x80\x02\x86.", "uses values that it has not made"),
     "a call of what is not there": (b"\x80\x02NR.", "uses values that it has not made"),
     "a number that stands for nothing": (b"\x80\x02h\x05.", "uses values that it has not made"),
