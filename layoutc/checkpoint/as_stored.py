@@ -51,12 +51,8 @@ def quantize_as_stored(
         {'0.weight': 'fp8_block'}
     """
     check_model(model, "quantize_as_stored")
-    path, is_file = Path(path), Path(path).is_file()
-    if is_file and share_amax:
-        raise LayoutError(
-            f"{path}: share_amax=True joins scales of whole weights, which no type of GGUF has: leave it out"
-        )
-    chosen = (of_gguf if is_file else planning).classes_in(path, model, files, rename)
+    path = Path(path)
+    chosen = (of_gguf if path.is_file() else planning).classes_in(path, model, files, rename)
     parameters, by_class = dict(model.named_parameters()), dict[type[QuantizedTensor], set[str]]()
     for name, cls in chosen.items():
         try:
@@ -68,7 +64,8 @@ def quantize_as_stored(
     joined = {cls for cls, names in by_class.items() if share_amax and groups_of(names, stated[cls])}
     if share_amax and not joined:
         raise LayoutError(
-            "share_amax=True joins nothing: the files hold no neighbouring weights that engines join under one scale"
+            f"share_amax=True joins nothing: {path} holds no neighbouring weights that engines join under one scale. "
+            "Leave it out"
         )
     for cls, names in by_class.items():
         package = importlib.import_module(cls.__module__.rpartition(".")[0])

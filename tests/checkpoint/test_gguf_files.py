@@ -10,6 +10,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable
+from enum import IntEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,10 @@ def test_what_is_quantized_is_what_the_file_has_so(file: Path) -> None:
     other = torch.nn.ModuleDict({"own": torch.nn.Linear(256, 256)})
     with pytest.raises(LayoutError, match=r"holds no parameter of the model in a type .*F32, Q4_K, Q6_K, Q8_0"):
         checkpoint.quantize_as_stored(other, file)
+    plain = gguf_files.skeleton()
+    with pytest.raises(LayoutError, match=r"share_amax=True joins nothing: .*tiny\.gguf holds no neighbouring weights"):
+        checkpoint.quantize_as_stored(plain, file, share_amax=True)
+    assert not any(isinstance(one.data, QuantizedTensor) for one in plain.parameters())
 
 
 @needs_gguf
@@ -757,8 +762,12 @@ def test_types_that_recipes_state_need_no_package(
 
 
 @needs_gguf
-def test_types_whose_values_nobody_knows_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """ggml's Q8_K, which is for products alone."""
+def test_types_whose_values_nobody_knows_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ggml's Q8_K, which is for products alone; and a type that is newer than the package."""
+    import gguf
+
     tensors: Tensors = {
         "output_norm.weight": TWO["output_norm.weight"],
         "token_embd.weight": ((256, 1), 15, 32, bytes(292)),
@@ -766,9 +775,12 @@ def test_types_whose_values_nobody_knows_are_refused_before_anything_is_written(
     (tmp_path / "a.gguf").write_bytes(by_hand(tensors=tensors))
     model = Small()
     model.model["embed_tokens"] = torch.nn.Embedding(1, 256)
-    with pytest.raises(LayoutError, match=r"token_embd\.weight is Q8_K in the file, which the installed gguf can't"):
-        checkpoint.load_gguf(model, tmp_path / "a.gguf")
-    assert not model.model["norm"].weight.any()
+    older = IntEnum("older", {one.name: one.value for one in gguf.GGMLQuantizationType if one.name != "Q8_K"})
+    for known in (gguf.GGMLQuantizationType, older):
+        monkeypatch.setattr(gguf, "GGMLQuantizationType", known)
+        with pytest.raises(LayoutError, match=r"token_embd\.weight is Q8_K in the file, which the installed gguf"):
+            checkpoint.load_gguf(model, tmp_path / "a.gguf")
+        assert not model.model["norm"].weight.any()
 
 
 @pytest.mark.parametrize(

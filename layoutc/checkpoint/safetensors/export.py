@@ -267,11 +267,7 @@ def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, F
     if parts != [name]:
         raise LayoutError(f"layoutc's own files hold stacks whole, not as {name}: leave out rename=, or pass files=")
     planes = local.LAYOUT.planes(prod(shape[:-1]), shape[-1])
-    found = {f"{name}.{plane}": facts for plane, facts in planes.items() if plane in local.store.planes}
-    for tensor, facts in found.items():
-        if facts.dtype not in DTYPES.values() and facts.dtype.itemsize == 1:  # other loaders don't support it
-            found[tensor] = facts._replace(dtype=torch.uint8)
-    return found
+    return {f"{name}.{plane}": facts for plane, facts in planes.items() if plane in local.store.planes}
 
 
 def _with_source(
