@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,14 +41,11 @@ def _link(ctx: click.Context, param: click.Parameter, word: str | None) -> float
     """Bytes a second of `50`, which is GB/s; the name of a link that was measured."""
     if word is None or word in LINKS:
         return word
-    try:
-        found = float(word)
-    except ValueError:
-        found = -1.0
-    if not (isfinite(found) and 1e-3 <= found <= 1e5):
-        message = f"'{word}' is no link; write GB/s of a card, 0.001 to 100000, as in --link 50, or {', '.join(LINKS)}."
-        raise click.BadParameter(message, ctx, param)
-    return found * 1e9
+    with suppress(ValueError):
+        if 1e-3 <= float(word) <= 1e5:
+            return float(word) * 1e9
+    message = f"'{word}' is no link; write GB/s of a card, 0.001 to 100000, as in --link 50, or {', '.join(LINKS)}."
+    raise click.BadParameter(message, ctx, param)
 
 
 def _step(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, float] | None:
@@ -56,14 +53,11 @@ def _step(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
     if value is None:
         return None
     ranks, _, ms = value.partition(":")
-    try:
-        found = int(ranks), float(ms) / 1e3
-    except ValueError:
-        found = 0, 0.0
-    if not (1 <= found[0] <= MOST_RANKS and isfinite(found[1]) and 0 < found[1] <= 1e5):
-        message = f"'{value}' is no step; write its ranks and its milliseconds, as in --bf16-step 8:412.5."
-        raise click.BadParameter(message, ctx, param)
-    return found
+    with suppress(ValueError):
+        if 1 <= int(ranks) <= MOST_RANKS and 0 < float(ms) <= 1e8:
+            return int(ranks), float(ms) / 1e3
+    message = f"'{value}' is no step; write its ranks and its milliseconds, as in --bf16-step 8:412.5."
+    raise click.BadParameter(message, ctx, param)
 
 
 _OPTIONS = (
