@@ -277,12 +277,12 @@ def derivations_are_lossless(plan: Plan) -> Iterator[Proof]:
             strangers = [buffer.name for buffer in own if buffer.plane not in first.planes]
             counter = f"{', '.join(strangers)} is made of other planes" if strangers else ""
             statement = f"{orientation} follows from {base} without loss: the same codes and scales, laid out anew"
-            yield proof(orientation, statement, "one quantization; every buffer is made of its planes", counter)
-            continue
-        reason = _told_apart(first, other)
-        counter = "" if reason else f"{base} and {orientation} quantize alike, so one copy would do"
-        statement = f"{orientation} does not follow from {base}: {reason or 'they differ'}"
-        method = "quantizations compared; blocks by two elements that only one joins"
+            method = "one quantization; every buffer is made of its planes"
+        else:
+            reason = _told_apart(first, other)
+            counter = "" if reason else f"{base} and {orientation} quantize alike, so one copy would do"
+            statement = f"{orientation} does not follow from {base}: {reason or 'they differ'}"
+            method = "quantizations compared; blocks by two elements that only one joins"
         yield proof(orientation, statement, method, counter)
 
 
