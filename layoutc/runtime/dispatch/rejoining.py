@@ -197,12 +197,11 @@ def scatter_(
         work.wait()
     own, before, after = header.tolist()
     matrix, halo = (own + before + after, output.store.matrix[1]), Halo(before, after)
-    entries = dict(received)
     for name, plane in received.items():
         if (per_value := layout.stored[name].rows_per_value) is not None:
-            entries[name] = plane[: cdiv(matrix[0] - after, per_value) - before // per_value]
+            received[name] = plane[: cdiv(matrix[0] - after, per_value) - before // per_value]
     output.store.planes.clear()
-    output.store.planes.update(with_halo(layout, entries, matrix, halo) if halo.rows else entries)
+    output.store.planes.update(with_halo(layout, received, matrix, halo) if halo.rows else received)
     output.store.matrix, output.store.halo = matrix, halo
     output.padding = NOT_PADDED if own == rows else Padding(rows=own // prod(output.shape[1:-1]))
     return works[-1]
