@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from dataclasses import replace
 from pkgutil import resolve_name
@@ -85,11 +86,13 @@ def test_what_a_check_raises_is_told_with_the_end_of_its_traceback() -> None:
 
     subject = compile_subject(ROOT / "specs" / "mxfp8.yaml", seed=7)
     try:
-        filters = warnings.filters[:]
+        filters, start = warnings.filters[:], time.perf_counter()
         outcome = run_check(subject, replace(CHECKS["decode"], run=raises))
+        assert 0 < outcome.seconds < time.perf_counter() - start
         assert warnings.filters == filters
     finally:
         subject.close()
+    assert not subject.folder.exists()
     assert (outcome.status, outcome.message, outcome.details["seed"]) == ("fail", "KeyError: 'on purpose'", 7)
     told = str(outcome.details["traceback"])
     assert told.splitlines()[-1] == "KeyError: 'on purpose'"
@@ -158,3 +161,8 @@ def test_a_failure_says_where() -> None:
     outcome = run_check(subject, CHECKS["buffers"])
     subject.close()
     assert re.search(r"plane columnwise_data, .*\(i, j\) \(0, 0\)", explanation(outcome)), explanation(outcome)
+    recipe, file, pattern, replacement, _ = MUTANTS["backward sends its codes in reverse"]
+    subject = compile_subject(ROOT / "specs" / f"{recipe}.yaml", edit=edit(file, pattern, replacement))
+    outcome = run_check(subject, CHECKS["gather"])
+    subject.close()
+    assert (outcome.details["world"], outcome.details["pass"]) == (1, "backward")

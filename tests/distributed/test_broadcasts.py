@@ -33,8 +33,8 @@ def assert_gathers(model: Any, expected: list[QuantizedTensor]) -> None:
 
 # Each with a scale, or an amax, that all rows share, and with blocks that cuts go through or elements across bytes.
 HOW = {
+    "hsdp": ("mxfp8", "fp8_delayed"),
     "sharded": ("fp8_current", "mxfp6_e2m3", "fp8_rowwise"),
-    "hsdp": ("fp8_delayed", "mxfp8"),
     "meta": ("nvfp4", "fp8_block"),
     "unsharded": ("nvfp4", "fp8_block_1d"),
 }

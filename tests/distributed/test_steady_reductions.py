@@ -281,6 +281,22 @@ def test_profiles_show_reductions_as_fsdp2_does() -> None:
 
 
 @on("two")
+def test_sums_that_an_exchange_leaves_to_fsdp2() -> None:
+    """Of bf16 weights that were frozen in the first forward: FSDP2 adds up their gradients in bf16."""
+    found = []
+    for allowed in (False, True):
+        model = mixer("nvfp4", mode="dequantize", layers=LAYERS, kind=lambda width: Mixer(width).bfloat16())
+        model.requires_grad_(False)
+        layoutc.exchange_gradients(model)
+        model(torch.ones(4, 256))
+        model.requires_grad_(True)
+        with counted(lambda allowed=allowed: allowed) as taken:
+            found.append(stepped(model))
+        assert bool(taken) is allowed
+    assert same(*found)
+
+
+@on("two")
 def test_gradients_of_another_dtype() -> None:
     """What is kept of a reduction is not taken for gradients that are reduced in another dtype."""
     found = []

@@ -97,6 +97,8 @@ def test_what_can_not_travel_is_refused_before_anything_is_sent() -> None:
         match=r"input_splits \[3, 2\] must have 2 entries that add up to 4 tokens, and output_splits \[2, 2\]",
     ):
         layoutc.exchange_tokens(x, None, [3, 2], world)
+    with pytest.raises(ValueError, match=r"and output_splits \[2, 2, 0\] as many entries"):
+        layoutc.exchange_tokens(x, [2, 2, 0], None, world)
     with pytest.raises(ValueError, match="3 tokens do not divide evenly among 2 ranks: pass input_splits"):
         layoutc.exchange_tokens(x[:3], None, None, world)
     with pytest.raises(
