@@ -92,6 +92,12 @@ def test_what_is_asked_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [((), [], 8, False, False), (("mxfp8", "nvfp4"), [(96, 64), (8, 32)], 2, True, True)]
 
 
+def test_without_a_shape_the_one_of_the_help_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "host", lambda call: 1.0)
+    (shape,) = {tuple(row["shape"]) for row in json.loads(run("mxfp8", "--json").stdout)["hooks"]}
+    assert f"[default: {shape[0]}x{shape[1]}]" in run("--help").stdout
+
+
 @pytest.mark.thorough
 def test_the_module_runs_without_the_command_line() -> None:
     """Where pydantic, click, jinja2, yaml and rich can't be imported."""

@@ -184,3 +184,16 @@ def test_what_is_refused_names_what_works() -> None:
     with counted() as sent:
         stepped(model, 0)
     assert sent["exchanges"]
+
+
+@on("two")
+def test_parameters_of_one_module_on_several_meshes_are_refused() -> None:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch 2.11 shards all parameters of a module over one mesh")
+    mesh = mesh_of(1, 2, names=("alone", "shards"))
+    alone = common.ShardPlacementResult(Shard(0), common.FSDPMeshInfo(mesh["alone"], shard_mesh_dim=0))
+    model = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(model, mesh=mesh["shards"], shard_placement_fn=lambda one: alone if one.dim() == 1 else Shard(0))
+    with pytest.raises(LayoutError, match="parameters of the root are sharded over several meshes"):
+        layoutc.exchange_gradients(model, "grad_fp8")
