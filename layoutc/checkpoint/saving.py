@@ -120,7 +120,7 @@ def _group_apart(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     called on every rank, or, with use_local_synchronization, equally often on each rank that calls it (torch 2.11,
     2.13).
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return None
     world = dist.group.WORLD
     assert world is not None  # there is a default group

@@ -40,13 +40,13 @@ def noted(problems: list[Problem]) -> Iterator[None]:
 
 
 def rank_of(group: dist.ProcessGroup | None) -> int:
-    """This process's rank in a group (default: all ranks); 0 without torch.distributed."""
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    """This process's rank in a group (default: all ranks); 0 without a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """The number of ranks in a group (default: all ranks); 1 without torch.distributed."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    """The number of ranks in a group (default: all ranks); 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def everywhere(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -364,7 +364,7 @@ def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Seq
             f"{out.label()} is a part of a weight whose scale covers more than the part: quantizing the part by "
             "itself would change what the rest means; quantize the whole weight"
         )
-    if alone and out.peers == () and dist.is_available() and dist.is_initialized():
+    if alone and out.peers == () and dist.is_initialized():
         raise UnsupportedOperator(
             f"{out.label()} is a shard, or a copy of a part, of a weight whose scale covers more, and does not know "
             f"the other shards: {whole_instead(layout.name)}"

@@ -140,7 +140,7 @@ def weights_of_values() -> dict[int, Tensor]:
 
     While FSDP2 holds a module's weights gathered, these are its parameters.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return {}
     left = [param for param, _ in registry.parameters() if hasattr(fsdp2.shard_of(param), "QUANTIZED")]
     of_values = [param for param in left if (made := decision_of(param)) is not None and made.values]

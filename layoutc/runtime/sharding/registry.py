@@ -47,7 +47,7 @@ def find(shard: Shard) -> Sharding | None:
     """The Sharding of a shard or its alias; None if FSDP2 does not hold it."""
     shard = _copies.get(shard, shard) if _copies else shard
     sharding = _look_up(shard)
-    if sharding is None and dist.is_available() and dist.is_initialized():
+    if sharding is None and dist.is_initialized():
         _scan()
         sharding = _look_up(shard)
     return sharding

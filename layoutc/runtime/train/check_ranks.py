@@ -65,7 +65,7 @@ def check_ranks(model: nn.Module) -> int:
         1
     """
     check_model(model, "check_ranks")
-    if several := dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if several := dist.is_initialized() and dist.get_world_size() > 1:
         meet()
     _check_cards(model)
     claims: dict[int, Claim] = {}
@@ -87,7 +87,7 @@ def check_ranks(model: nn.Module) -> int:
 
 def _check_cards(model: nn.Module) -> None:
     """Raises LayoutError, on all ranks, if ranks share a card; warns of shards that are not on the current one."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return
     world: Any = dist.group.WORLD
     if cards.over_nccl(world):
