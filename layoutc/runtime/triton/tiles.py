@@ -291,8 +291,7 @@ def load_blocks(
     else:
         SPAN_M: tl.constexpr = power_above(TILE_M // BLOCK_M) if BLOCK_M else 1
         SPAN_K: tl.constexpr = power_above(TILE_K // BLOCK_K) if BLOCK_K else 1
-        WHOLE: tl.constexpr = EVEN and BLOCK_M > 0 and BLOCK_K > 0
-        return load(plane, (at_m, at_k, count_m, count_k), (count_k, 1), (SPAN_M, SPAN_K), WHOLE)
+        return load(plane, (at_m, at_k, count_m, count_k), (count_k, 1), (SPAN_M, SPAN_K), EVEN)
 
 
 @triton.jit
