@@ -596,8 +596,7 @@ def test_configs_as_people_write_them(released: Callable[[str], Path], tmp_path:
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "fp8_current/modelopt"),
     ):
         assert recognize.recognized(written, recognize.installed())[0].label == label
-    awq_3_bits = {"quant_method": "awq", "w_bit": 3, "q_group_size": 128, "version": "GEMM", "zero_point": True}
-    for written in ({"load_in_8bit": True}, nf4 | {"bnb_4bit_quant_type": "int4"}, awq_3_bits):
+    for written in ({"load_in_8bit": True}, nf4 | {"bnb_4bit_quant_type": "int4"}):
         assert not recognize.recognized(written, recognize.installed())
 
 
