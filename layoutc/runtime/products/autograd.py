@@ -181,8 +181,8 @@ def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
             "torch.export.export(model, inputs) or torch.compile(model)"
         )
     multiply = FUNCTIONS.get(func)
-    if multiply and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and callers.steps():
-        multiply = None  # a step computes with what a dispatch handler gives it
+    if multiply and not (torch.is_grad_enabled() or issubclass(cls, QuantizedTensor) or torch.compiler.is_compiling()):
+        multiply = None if callers.steps() else multiply  # a step computes with what a dispatch handler gives it
     with without_torch_function():  # inside, reading a weight's shape must not call this function
         made = None if multiply is None else multiply(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if made is None else made

@@ -121,6 +121,8 @@ def _activations(
     shared = of_input(x)
     found: dict[str, Buffers] = {n: shared[key] for n, way in ways.items() if (key := (recipe, n, way)) in shared}
     missing = {name: way for name, way in ways.items() if name not in found}
+    if not missing:
+        return found
     made = _quantized(recipe, x.reshape(-1, k), missing, in_backward)
     shared.update({(recipe, name, ways[name]): buffers for name, buffers in made.items()})
     return found | made
